@@ -1,0 +1,9 @@
+"""The one exception type that a user is meant to read."""
+
+
+class UserError(Exception):
+    """Something the user can put right.
+
+    The message is one sentence that names the thing at fault and the way out;
+    the command line prints it without a stack trace and exits with status 2.
+    """

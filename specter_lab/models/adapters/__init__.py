@@ -1,0 +1,71 @@
+"""One adapter per architecture: where the router, the routed experts and everything untouchable live.
+
+An adapter is data, not code. To support another architecture, add a file here that defines `ADAPTER` (the three
+beside this one are the template) and name it in `ADAPTERS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from specter_lab.errors import UserError
+
+ARCHITECTURES = ("qwen2_moe", "phimoe", "deepseek_v2")  # file names in this folder = `model_type` in config.json
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """The parts of one MoE layer, as modules of a live model."""
+
+    index: int  # decoder layer, counted from 0, dense layers included
+    router: nn.Module  # [T, H] -> (logits [T, E], weights [T, k], indices [T, k])
+    experts: nn.Module  # .gate_up_proj [E, 2I, H], .down_proj [E, H, I]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How one architecture names things, in memory (transformers 5) and in checkpoints."""
+
+    model_type: str
+    router: str  # attribute of the MoE block that picks the experts
+    experts_field: str  # config field: routed experts per layer
+    width_field: str  # config field: intermediate width of one routed expert
+    checkpoint_block: str  # "mlp" or "block_sparse_moe", in checkpoints on disk
+    gate_up_down: tuple[str, str, str]  # the three projections of an expert, in checkpoints on disk
+    gguf_architecture: str  # `general.architecture` in GGUF files
+
+    def moe_layers(self, model: PreTrainedModel) -> list[MoELayer]:
+        """All MoE layers of `model`, in order; dense layers are skipped."""
+        blocks = ((i, layer.mlp) for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts"))
+        return [MoELayer(i, getattr(block, self.router), block.experts) for i, block in blocks]
+
+    def num_experts(self, config: PretrainedConfig) -> int:
+        return getattr(config, self.experts_field)
+
+    def expert_width(self, config: PretrainedConfig) -> int:
+        return getattr(config, self.width_field)
+
+    def expert_key(self, layer: int, expert: int, projection: str) -> str:
+        """Checkpoint prefix of one expert matrix; `projection` is "gate", "up" or "down"."""
+        name = dict(zip(("gate", "up", "down"), self.gate_up_down))[projection]
+        return f"model.layers.{layer}.{self.checkpoint_block}.experts.{expert}.{name}"
+
+
+def adapter_for(config: PretrainedConfig) -> Adapter:
+    """The adapter of a model's architecture.
+
+    Raises:
+        UserError: there is none; the message says which file to add.
+    """
+    model_type = config.model_type
+    if model_type not in ARCHITECTURES:
+        raise UserError(
+            f"no adapter for architecture '{model_type}': add specter_lab/models/adapters/{model_type}.py after the "
+            f"template specter_lab/models/adapters/qwen2_moe.py and name it in ARCHITECTURES "
+            f"(known: {', '.join(ARCHITECTURES)})"
+        )
+    return import_module(f"{__name__}.{model_type}").ADAPTER
