@@ -25,7 +25,7 @@ from specter_lab.models.routing import Routing, observe_routing
 class Recipe:
     """Everything that determines the weights, besides the corpus and the shape."""
 
-    tokens: int = 180_000_000
+    tokens: int = 250_000_000
     batch: int = 128  # sequences per step
     seq_len: int = 512  # tokens per sequence
     lr: float = 3e-3  # peak, cosine to a tenth
@@ -79,20 +79,42 @@ def balance_loss(routing: Routing) -> Tensor:
     return num_experts * (load / routing.indices.numel() * probability).sum()
 
 
-def windows(stream: Tensor, recipe: Recipe, start_step: int = 0) -> Iterator[Tensor]:
-    """Endless batches [batch, seq_len + 1] of random windows from a token stream [N], deterministic in the seed."""
-    generator = torch.Generator(device="cpu").manual_seed(recipe.seed + start_step)
-    span = torch.arange(recipe.seq_len + 1, device=stream.device)
+@dataclass(frozen=True)
+class Mixture:
+    """Token streams of several domains on one device, and how often each is drawn."""
+
+    stream: Tensor  # [N] token ids, domain after domain
+    starts: Tensor  # [D] first token of each domain
+    sizes: Tensor  # [D] tokens of each domain
+    shares: Tensor  # [D] probability of each domain, sums to one
+
+    @staticmethod
+    def of(streams: dict[str, Tensor], shares: dict[str, float], device: str) -> Mixture:
+        sizes = torch.tensor([len(s) for s in streams.values()])
+        return Mixture(torch.cat(list(streams.values())).to(device), sizes.cumsum(0) - sizes, sizes,
+                       torch.tensor([shares[domain] for domain in streams]))  # fmt: skip
+
+
+def windows(mixture: Mixture, recipe: Recipe) -> Iterator[Tensor]:
+    """Endless batches [batch, seq_len + 1] of random windows, each within one domain, deterministic in the seed."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    span = torch.arange(recipe.seq_len + 1, device=mixture.stream.device)
     while True:
-        starts = torch.randint(len(stream) - recipe.seq_len - 1, (recipe.batch,), generator=generator)
-        yield stream[starts.to(stream.device)[:, None] + span].long()
+        domain = torch.multinomial(mixture.shares, recipe.batch, replacement=True, generator=generator)
+        room = mixture.sizes[domain] - recipe.seq_len - 1
+        first = mixture.starts[domain] + (torch.rand(recipe.batch, generator=generator, dtype=torch.float64) * room).long()
+        yield mixture.stream[first.to(span.device)[:, None] + span].long()
 
 
 def train(
-    model: PreTrainedModel, stream: Tensor, recipe: Recipe, *, log_every: int, on_log: Callable[[Progress], None]
+    model: PreTrainedModel, mixture: Mixture, recipe: Recipe, *, log_every: int, on_log: Callable[[Progress], None]
 ) -> None:
-    """Train `model` in place on `stream` (token ids [N], on the model's device)."""
-    device = stream.device
+    """Train `model` in place on `mixture` (which lies on the model's device).
+
+    Raises:
+        FloatingPointError: the loss is no longer finite.
+    """
+    device = mixture.stream.device
     params = [p for p in model.parameters() if p.requires_grad]
     masters = [p.detach().float().clone().requires_grad_() for p in params]
     for master in masters:
@@ -126,7 +148,7 @@ def train(
             last.copy_(torch.stack((loss.detach(), balance.detach() / num_layers)))
 
     run = step
-    batches = windows(stream, recipe)
+    batches = windows(mixture, recipe)
     if on_gpu:  # three warm-up steps at learning rate 0, then record one step
         lr.zero_()
         batch.copy_(next(batches))

@@ -25,7 +25,7 @@ from specter_lab.errors import UserError
 from specter_lab.models.adapters import adapter_for
 from specter_lab.models.load import MANIFEST, ZOO_MODELS, sha256_of
 from specter_lab.models.zoo import card, recipe
-from specter_lab.models.zoo.corpus import corpus_sha256, read_documents
+from specter_lab.models.zoo.corpus import read_documents, read_summary
 from specter_lab.models.zoo.evaluate import held_out
 from specter_lab.models.zoo.shapes import SHAPES
 from specter_lab.paths import CACHE, ZOO
@@ -40,8 +40,8 @@ def tokenize(corpus: Path, tokenizer_dir: Path, split: str) -> dict[str, np.ndar
     if not cache.exists():
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir).backend_tokenizer
         texts: dict[str, list[str]] = {}
-        for document in read_documents(corpus, split):
-            texts.setdefault(document.domain, []).append(document.text)
+        for document in read_documents(split, corpus):
+            texts.setdefault(document["domain"], []).append(document["text"])
         streams = {}
         for domain, documents in sorted(texts.items()):
             parts = []
@@ -56,6 +56,10 @@ def tokenize(corpus: Path, tokenizer_dir: Path, split: str) -> dict[str, np.ndar
         return {domain: file[domain] for domain in file.files}
 
 
+def as_tensors(streams: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {domain: torch.from_numpy(stream.astype(np.int32)) for domain, stream in streams.items()}
+
+
 def hardware(device: str) -> str:
     return torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU ({platform.machine()})"
 
@@ -65,7 +69,7 @@ def train_one(name: str, settings: recipe.Recipe, corpus: Path, tokenizer_dir: P
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SHAPES[name]
     streams = tokenize(corpus, tokenizer_dir, "train")
-    stream = torch.from_numpy(np.concatenate(list(streams.values())).astype(np.int32)).to(device)
+    mixture = recipe.Mixture.of(as_tensors(streams), read_summary(corpus)["mixture"], device)
     model = recipe.build(shape.config, seed=settings.seed, device=device)
     curve: list[dict] = []
     bar = tqdm(total=settings.steps, desc=f"train {name}", mininterval=5)
@@ -75,17 +79,16 @@ def train_one(name: str, settings: recipe.Recipe, corpus: Path, tokenizer_dir: P
         bar.update(progress.step + 1 - bar.n)
         bar.set_postfix(loss=f"{progress.loss:.3f}", balance=f"{progress.balance:.3f}")
 
-    recipe.train(model, stream, settings, log_every=max(1, settings.steps // 200), on_log=on_log)
+    recipe.train(model, mixture, settings, log_every=max(1, settings.steps // 200), on_log=on_log)
     bar.close()
-    losses, shares = held_out(model.eval(), {d: torch.from_numpy(s.astype(np.int32)) for d, s in
-                                             tokenize(corpus, tokenizer_dir, "heldout").items()})  # fmt: skip
+    losses, shares = held_out(model.eval(), as_tensors(tokenize(corpus, tokenizer_dir, "heldout")))
     adapter = adapter_for(model.config)
     record = dict(
         name=name, original=shape.original, parameters=sum(p.numel() for p in model.parameters()),
         num_experts=adapter.num_experts(model.config), top_k=model.config.num_experts_per_tok,
         moe_layers=shares.shape[0], recipe=dataclasses.asdict(settings), steps=settings.steps,
-        tokens=settings.steps * settings.batch * settings.seq_len, corpus_tokens=len(stream),
-        corpus_sha256=corpus_sha256(corpus), seconds=round(curve[-1]["seconds"], 1), hardware=hardware(device),
+        tokens=settings.steps * settings.batch * settings.seq_len, corpus_tokens=len(mixture.stream),
+        corpus_sha256=sha256_of(corpus / "corpus.json"), seconds=round(curve[-1]["seconds"], 1), hardware=hardware(device),
         torch=torch.__version__, transformers=transformers.__version__,
         held_out_nats_per_token={d: round(v, 4) for d, v in losses.items()},
         expert_load_share=[[round(v, 3) for v in layer] for layer in shares.tolist()],

@@ -1,0 +1,94 @@
+"""Strict loading: nothing missing, unexpected, altered or mistaken for another model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specter_lab.errors import UserError
+from specter_lab.models.geometry import GEOMETRY
+from specter_lab.models.load import MANIFEST, ZOO_MODELS, load, resolve
+from specter_lab.paths import ZOO
+
+
+@pytest.fixture
+def copy_of_phi(tmp_path):
+    """A private copy without manifest: a checkpoint from elsewhere."""
+    folder = tmp_path / "phi-copy"
+    shutil.copytree(ZOO / "phi-nano", folder)
+    (folder / MANIFEST).unlink()
+    return folder
+
+
+@pytest.mark.parametrize("name", ZOO_MODELS)
+def test_zoo_models_load_and_match_their_geometry(name):
+    loaded, row = load(name), GEOMETRY[name]
+    config = loaded.model.config
+    assert sum(p.numel() for p in loaded.model.parameters()) == row.parameters
+    assert (loaded.num_experts, loaded.top_k, config.hidden_size) == (row.num_experts, row.top_k, row.hidden_size)
+    assert len(loaded.adapter.moe_layers(loaded.model)) == row.moe_layers
+    assert loaded.adapter.expert_width(config) == row.expert_width
+    assert not any(p.requires_grad for p in loaded.model.parameters()) and not loaded.model.training
+    assert loaded.tokenizer.decode(loaded.tokenizer("Routing 42 experts.")["input_ids"]) == "Routing 42 experts."
+
+
+@pytest.mark.parametrize("name", ZOO_MODELS)
+def test_zoo_weights_are_bf16_and_trained(name):
+    tensors = load_file(ZOO / name / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    record = json.loads((ZOO / name / "training.json").read_text())
+    assert record["tokens"] >= 100_000_000
+    assert min(min(layer) for layer in record["expert_load_share"]) >= 0.1
+    assert max(record["held_out_nats_per_token"].values()) < 5.0  # a uniform guess is 7.6
+
+
+def test_unknown_names():
+    with pytest.raises(UserError, match="no model 'qwen-nanno': give one of qwen-nano"):
+        load("qwen-nanno")
+    with pytest.raises(UserError, match="no config.json"):
+        load(str(ZOO / "tokenizer"))
+
+
+def test_hub_id_without_network(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="cannot fetch 'nobody/no-such-model-here'.*give the folder's path"):
+        resolve("nobody/no-such-model-here")
+
+
+def test_altered_zoo_file_is_named(tmp_path):
+    folder = tmp_path / "phi-nano"
+    shutil.copytree(ZOO / "phi-nano", folder)
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(UserError, match="model.safetensors is not the published file"):
+        load(str(folder))
+
+
+def test_truncated_file(copy_of_phi):
+    file = copy_of_phi / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+    with pytest.raises(UserError, match="cannot read the weights"):
+        load(str(copy_of_phi))
+
+
+@pytest.mark.parametrize("change, word", [("drop", "missing keys"), ("add", "unexpected keys")])
+def test_keys_must_match(copy_of_phi, change, word):
+    file = copy_of_phi / "model.safetensors"
+    tensors = load_file(file)
+    if change == "drop":
+        del tensors["model.norm.weight"]
+    else:
+        tensors["model.layers.0.self_attn.stray.weight"] = torch.zeros(2)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=word):
+        load(str(copy_of_phi))
+
+
+def test_architecture_without_adapter(copy_of_phi):
+    config = json.loads((copy_of_phi / "config.json").read_text())
+    (copy_of_phi / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(UserError, match="no adapter for architecture 'llama': add specter_lab/models/adapters/llama.py"):
+        load(str(copy_of_phi))
