@@ -1,0 +1,70 @@
+# make help lists everything. Every target that needs packages goes through the stamp of `make setup`.
+
+TIER ?= cpu
+SEED ?= 0
+LOCK := requirements.lock
+STAMP := .venv/.stamp
+AUTOAWQ_LOCK := specter_lab/compress/autoawq.lock
+TOY_DIR := artifacts/cache/toy
+
+BOOTSTRAP := $(or $(shell command -v python3 2>/dev/null),$(shell command -v python 2>/dev/null),\
+	$(error no python3 found: install Python 3.11))
+SETUP = $(BOOTSTRAP) -m specter_lab.setup_env
+PY := .venv/bin/python
+LAB := $(PY) -m specter_lab.cli
+RUN_OPTIONS = --tier $(TIER) --seed $(SEED) $(if $(FRESH),--fresh) $(if $(MODELS),--models $(MODELS))
+
+export PYTHON TORCH_INDEX
+export PYTHONPATH := $(CURDIR)
+export GPTQMODEL_CPU_WORKERS ?= 2
+export GPTQMODEL_DISABLE_PACK_EXT ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-autoawq test reproduce-all record readme train-zoo lab clean FORCE
+
+help: ## this list
+	@$(BOOTSTRAP) -m specter_lab.experiments.help
+
+setup: ## install everything into .venv (2 minutes, 4 GB of disk); goes on after a kill
+	@$(SETUP) --editable --lock $(LOCK)
+
+setup-autoawq: ## install the optional second AWQ engine into .venv-autoawq
+	@$(SETUP) --venv .venv-autoawq --lock $(AUTOAWQ_LOCK)
+
+test: $(STAMP) ## the whole test suite; ARGS="-k name" for a part of it
+	$(PY) -m pytest $(ARGS)
+
+reproduce-all: $(STAMP) ## every figure and table of the tier
+	$(LAB) reproduce all $(RUN_OPTIONS)
+
+record: $(STAMP) ## reproduce-all, then make the results the recorded ones and refresh README.md
+	$(LAB) reproduce all $(RUN_OPTIONS)
+	$(LAB) record all --tier $(TIER)
+	$(LAB) table --readme
+
+readme: $(STAMP) ## refresh the claims table in README.md
+	$(LAB) table --readme
+
+train-zoo: $(STAMP) ## train the models of data/zoo again (needs a GPU; TOY=1: a trial anywhere)
+	$(PY) -m specter_lab.models.zoo.corpus $(if $(TOY),--size toy --out $(TOY_DIR)/corpus)
+	$(PY) -m specter_lab.models.zoo.tokenizer $(if $(TOY),--corpus $(TOY_DIR)/corpus --out $(TOY_DIR)/tokenizer)
+	$(PY) -m specter_lab.models.zoo.train $(if $(TOY),--toy --corpus $(TOY_DIR)/corpus --tokenizer $(TOY_DIR)/tokenizer \
+		--out $(TOY_DIR)/zoo)
+
+lab: $(STAMP) ## open the notebooks in JupyterLab
+	$(PY) -m jupyter lab notebooks
+
+clean: ## remove your results and all caches; the environments stay
+	rm -rf artifacts/results artifacts/cache .pytest_cache
+	find specter_lab tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One rule for every experiment id and alias of specter_lab/experiments/registry.py.
+reproduce-%: $(STAMP)
+	$(LAB) reproduce $* $(RUN_OPTIONS)
+
+record-%: $(STAMP)
+	$(LAB) record $* --tier $(TIER)
+
+# The script compares the stamp with the lock file itself, so it is asked every time; that takes 0.1 s.
+$(STAMP): FORCE
+	@$(SETUP) --editable --lock $(LOCK) --quiet

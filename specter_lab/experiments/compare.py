@@ -1,0 +1,109 @@
+"""Paper beside recorded beside yours: the table at the end of a run, in notebooks and in README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from specter_lab import paths
+from specter_lab.errors import UserError
+from specter_lab.experiments import results
+from specter_lab.experiments.claims import NOT_RUN, Claim, Verdict, claims_of
+from specter_lab.experiments.registry import EXPERIMENTS
+
+BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
+NOTHING = "-"
+
+
+def comparison(experiment: str, tier: str) -> pd.DataFrame:
+    """One row per claim, columns claim, paper, recorded, yours, verdict, why.
+
+    The verdict is on your result if there is one, else on the recorded one.
+    """
+    columns = {root: _verdicts(experiment, tier, root) for root in (paths.RECORDED, paths.RESULTS)}
+    table = []
+    for claim in claims_of(experiment):
+        recorded, yours = (verdicts.get(claim.id) for verdicts in columns.values())
+        shown = yours or recorded
+        table.append(
+            {
+                "claim": claim.text,
+                "paper": _papers_value(claim),
+                "recorded": _ours(recorded),
+                "yours": _ours(yours),
+                "verdict": shown.verdict if shown else NOT_RUN,
+                "why": shown.why if shown else "nobody has run it yet",
+            }
+        )
+    return pd.DataFrame(table, columns=["claim", "paper", "recorded", "yours", "verdict", "why"])
+
+
+def headline_table(tier: str = "cpu") -> pd.DataFrame:
+    """Columns claim, command, paper, ours, verdict: the headline claims of all experiments, from recorded results."""
+    table = []
+    for experiment in EXPERIMENTS.values():
+        recorded = _verdicts(experiment.id, tier, paths.RECORDED)
+        for claim in claims_of(experiment.id):
+            if claim.headline:
+                found = recorded.get(claim.id)
+                command = f"`make reproduce-{(*experiment.aliases, experiment.id)[0]}`"
+                verdict = found.verdict if found else NOT_RUN
+                table.append((claim.text, command, _papers_value(claim), _ours(found), verdict))
+    return pd.DataFrame(table, columns=["claim", "command", "paper", "ours", "verdict"])
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table as Markdown."""
+    lines = ["| " + " | ".join(table.columns) + " |", "|" + " --- |" * len(table.columns)]
+    lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in table.values]
+    return "\n".join(lines)
+
+
+def update_readme(readme: Path = paths.ROOT / "README.md") -> None:
+    """Replace the claims table between its markers.
+
+    Raises:
+        UserError: the file has lost its markers.
+    """
+    text = readme.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise UserError(f"{readme.name} has no lines '{BEGIN}' and '{END}': put them back where the table belongs")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    readme.write_text(f"{before}{BEGIN}\n{markdown(headline_table())}\n{END}{after}", encoding="utf-8")
+
+
+def in_unit(value: float | None, unit: str) -> str:
+    """A number as people read it: shares in percent, factors with an x."""
+    if value is None:
+        return NOTHING
+    if unit == "share":
+        return f"{100 * value:.2f} %"
+    if unit == "pairs":
+        return f"{100 * value:.0f} % of pairs"
+    return f"{value:.3g}x" if unit == "x" else f"{value:.4g} {unit}"
+
+
+def _verdicts(experiment: str, tier: str, root: Path) -> dict[str, Verdict]:
+    result = results.read(experiment, tier, root)
+    return {verdict.id: verdict for verdict in result.verdicts} if result else {}
+
+
+def _papers_value(claim: Claim) -> str:
+    if claim.kind == "ordering":
+        return "in this order"
+    if claim.value is not None:
+        return in_unit(claim.value, claim.unit)
+    low, high = (in_unit(bound, claim.unit) for bound in (claim.at_least, claim.at_most))
+    if claim.at_least is None and claim.at_most is None:
+        return NOTHING
+    return f">= {low}" if claim.at_most is None else f"<= {high}" if claim.at_least is None else f"{low} to {high}"
+
+
+def _ours(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return NOTHING
+    shown = in_unit(verdict.ours, verdict.unit)
+    if verdict.low is not None and verdict.high is not None:
+        shown += f" [{in_unit(verdict.low, verdict.unit)}, {in_unit(verdict.high, verdict.unit)}]"
+    return shown + (" (simulated)" if verdict.simulated else "")

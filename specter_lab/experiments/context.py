@@ -1,0 +1,52 @@
+"""What an experiment is given and what it hands back.
+
+An experiment is a module that defines four functions:
+
+    inputs(context) -> dict[str, str]             every model and file it reads, name -> sha256
+    run(context) -> pandas.DataFrame              tidy rows; long work goes through experiments.jobs.run
+    plot(rows) -> matplotlib.figure.Figure        the figure, from rows alone
+    claims(rows) -> list[Measured]                what the rows say about the paper's claims (artifacts/claims.toml)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from specter_lab.experiments.registry import DEFAULT_MODELS
+
+
+@dataclass(frozen=True)
+class Context:
+    """One question: which experiment, on which tier, with which models and seed."""
+
+    experiment: str  # id
+    tier: str
+    seed: int
+    models: tuple[str, ...]  # zoo names, folders or hub ids
+    fresh: bool  # measure again even what is in the cache
+    cache: Path  # for quantised models and traces: content-addressed, shared by all experiments
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the results folder: the tier, or `<tier>-own` when the user chose the models."""
+        return self.tier if self.models == DEFAULT_MODELS[self.tier] else f"{self.tier}-own"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run found out about one claim."""
+
+    id: str  # <experiment id>/<short name>, as in artifacts/claims.toml
+    value: float | None  # in the claim's unit; None: not measured, and `note` says why
+    low: float | None = None  # confidence interval
+    high: float | None = None
+    n: int | None = None  # observations behind the value
+    simulated: bool = False  # from the cost model, not from a clock or a counter
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        bad = [x for x in (self.value, self.low, self.high) if x is not None and not math.isfinite(x)]
+        if bad:
+            raise ValueError(f"{self.id}: {bad[0]} is not a measurement; give value=None and a note instead")

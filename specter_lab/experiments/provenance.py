@@ -1,0 +1,118 @@
+"""Where a result comes from: code, machine, packages, inputs, command and time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+from specter_lab import paths
+from specter_lab.experiments.context import Context
+from specter_lab.experiments.registry import find
+
+PACKAGES = (
+    "torch", "transformers", "safetensors", "tokenizers", "numpy", "pandas", "pyarrow", "gptqmodel", "defuser", "gguf",
+    "libggml-python", "datasets",
+)  # fmt: skip
+MEASURING_PACKAGES = ("models", "compress", "measure", "plan", "engine")
+
+
+@cache
+def code_digest(experiment: str) -> str:
+    """sha256 over the source that can change an experiment's values: the measuring packages and its module's folder."""
+    package = paths.ROOT / "specter_lab"
+    own_folder = Path(find_spec(find(experiment).module).origin).parent
+    files = [file for part in MEASURING_PACKAGES for file in sorted((package / part).rglob("*.py"))]
+    digest = hashlib.sha256()
+    for file in files + sorted(own_folder.glob("*.py")):
+        digest.update(f"{file.parent.name}/{file.name}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def gpu_name() -> str | None:
+    """Name of the first CUDA device, or None."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def describe(context: Context, inputs: Mapping[str, str], wall_s: float) -> dict:
+    """Everything a reader needs to judge or repeat a run, without this machine's paths."""
+    return {
+        "experiment": context.experiment,
+        "tier": context.tier,
+        "models": list(context.models),
+        "seed": context.seed,
+        "command": _command(context),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "wall_s": round(wall_s, 1),
+        "question": question_digest(context, inputs),
+        "code_sha256": code_digest(context.experiment),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "inputs": dict(inputs),
+        "machine": _machine(),
+        "packages": _packages(),
+    }
+
+
+def question_digest(context: Context, inputs: Mapping[str, str]) -> str:
+    """Equal for two runs that must give the same rows: experiment, tier, seed, models, inputs and code."""
+    asked = (context.experiment, context.tier, context.seed, context.models)
+    question = (*asked, sorted(inputs.items()), code_digest(context.experiment))
+    return hashlib.sha256(repr(question).encode()).hexdigest()
+
+
+def _command(context: Context) -> str:
+    words = ["specter-lab", "reproduce", context.experiment, "--tier", context.tier, "--seed", str(context.seed)]
+    if context.folder_name != context.tier:
+        words += ["--models", *(Path(name).name if Path(name).is_dir() else name for name in context.models)]
+    return shlex.join(words)
+
+
+def _machine() -> dict:
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": gpu_name(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": sys.version.split()[0],
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in the repository; None outside of one."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=paths.ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,77 @@
+"""One row per figure or table. Standard library only: `make help` reads this file before anything is installed."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+
+from specter_lab.errors import UserError
+
+TIERS = ("cpu", "gpu", "paper")
+
+# What is measured when the user names no model: zoo models, or the papers' own checkpoints by hub id.
+DEFAULT_MODELS = {
+    "cpu": ("qwen-nano", "phi-nano", "deepseek-nano"),
+    "gpu": ("qwen-nano", "phi-nano", "deepseek-nano"),
+    "paper": ("Qwen/Qwen1.5-MoE-A2.7B", "microsoft/Phi-3.5-MoE-instruct", "deepseek-ai/DeepSeek-V2-Lite"),
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One reproducible figure or table. `id` names its notebook, make target, results folder and claims as well."""
+
+    id: str
+    title: str
+    paper: str
+    figure: str  # what it is called in the paper
+    module: str  # imported only when the experiment runs; see experiments/context.py for what it must define
+    minutes: dict[str, int | None] = field(hash=False)  # tier -> minutes on its usual machine; None: never timed
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return tuple(tier for tier in TIERS if tier in self.minutes)
+
+
+EXPERIMENTS = {
+    row.id: row
+    for row in (
+        Experiment(
+            "specter-table1", "routing similarity of 14 quantisers on three models",
+            "Specter", "Table 1", "specter_lab.experiments.specter.table1",
+            {"cpu": 12, "paper": None}, aliases=("table1",),
+        ),
+        Experiment(
+            "specter-routing-match", "top-k match per instance, layer and request",
+            "Specter", "routing match", "specter_lab.experiments.specter.routing_match",
+            {"cpu": 10, "paper": None}, aliases=("routing-match",),
+        ),
+        Experiment(
+            "specter-activation-entropy", "expert heat map and entropy of every layer",
+            "Specter", "activation entropy", "specter_lab.experiments.specter.activation_entropy",
+            {"cpu": 3, "paper": None}, aliases=("activation-entropy",),
+        ),
+    )
+}  # fmt: skip
+
+
+def find(name: str) -> Experiment:
+    """The experiment with that id or alias.
+
+    Raises:
+        UserError: there is none; the message names the nearest ones.
+    """
+    by_name = {**EXPERIMENTS, **{alias: row for row in EXPERIMENTS.values() for alias in row.aliases}}
+    if name in by_name:
+        return by_name[name]
+    near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else "there is nothing like it;"
+    raise UserError(f"no experiment '{name}': {hint} `make help` lists them all")
+
+
+def check_tier(experiment: Experiment, tier: str) -> None:
+    """Raises UserError when `experiment` cannot run on `tier`."""
+    if tier not in experiment.tiers:
+        known = " or ".join(experiment.tiers)
+        raise UserError(f"{experiment.id} has no '{tier}' tier: give {known} (make: TIER=..., specter-lab: --tier ...)")

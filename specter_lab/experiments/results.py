@@ -1,0 +1,229 @@
+"""Results are files, and this is the only module that writes them.
+
+`<root>/<experiment id>/<tier>/` holds rows.csv, claims.json, figure.png (and figure.svg when small), notebook.ipynb
+and, written last, provenance.json with the sha256 of all the others. A folder is a result only if every hash fits.
+`artifacts/results` is yours, `artifacts/recorded` is what the project stands for.
+
+A folder is built as `.<tier>.new` beside its place and renamed into it; the one it replaces waits as `.<tier>.old`
+meanwhile. Whoever comes next, after a kill at any point, finds one of the two whole. A lock on the parent folder
+keeps writers and readers apart.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from specter_lab import paths
+from specter_lab.errors import UserError
+from specter_lab.experiments.claims import Verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MARKER = "provenance.json"
+MAX_BYTES = {"rows.csv": 1_000_000, "figure.png": 200_000, "notebook.ipynb": 500_000}
+MAX_SVG_BYTES = 100_000
+DPI_TRIED = (160, 120, 90, 72)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One whole result, as read from its folder."""
+
+    experiment: str
+    tier: str  # name of the folder: a tier, or <tier>-own
+    origin: str  # "yours" or "recorded"
+    folder: Path
+    rows: pd.DataFrame
+    verdicts: tuple[Verdict, ...]
+    provenance: dict
+
+    @property
+    def figure(self) -> Path:
+        return self.folder / "figure.png"
+
+
+def write(
+    experiment: str, tier: str, rows: pd.DataFrame, verdicts: Sequence[Verdict], figure: Figure, provenance: Mapping
+) -> Result:
+    """Write your result, atomically replacing an older one.
+
+    Raises:
+        ValueError: rows or figure are larger than a result may be.
+    """
+    files = {
+        "rows.csv": rows.to_csv(index=False, lineterminator="\n").encode(),
+        "claims.json": _json([asdict(verdict) for verdict in verdicts]),
+        "figure.png": _png(figure),
+    }
+    svg = _saved(figure, format="svg", metadata={"Date": None})
+    if len(svg) <= MAX_SVG_BYTES:
+        files["figure.svg"] = svg
+    folder = paths.RESULTS / experiment / tier
+    with _locked(folder.parent):
+        _install(folder, files, provenance)
+    return _existing(experiment, tier, paths.RESULTS)
+
+
+def latest(experiment: str, tier: str) -> Result | None:
+    """Your whole result if there is one, else the recorded one, else None. `.origin` says which."""
+    return read(experiment, tier, paths.RESULTS) or read(experiment, tier, paths.RECORDED)
+
+
+def read(experiment: str, tier: str, root: Path) -> Result | None:
+    """The result under `root` (paths.RESULTS or paths.RECORDED); None when absent, half-written or altered."""
+    folder = root / experiment / tier
+    if not folder.parent.is_dir():
+        return None
+    with _locked(folder.parent):
+        _settle(folder)
+        files = _whole(folder)
+    if files is None:
+        return None
+    return Result(
+        experiment, tier, "yours" if root == paths.RESULTS else "recorded", folder,
+        pd.read_csv(io.BytesIO(files["rows.csv"])),
+        tuple(Verdict(**verdict) for verdict in json.loads(files["claims.json"])), json.loads(files[MARKER]),
+    )  # fmt: skip
+
+
+def add_notebook(result: Result, notebook: Path) -> Result:
+    """Put the executed notebook into a result, without this machine's paths and times.
+
+    Raises:
+        ValueError: the notebook is larger than a result may be.
+    """
+    content = json.loads(notebook.read_text(encoding="utf-8").replace(str(paths.ROOT), "."))
+    for part in (content, *content["cells"]):
+        part["metadata"].pop("papermill", None)
+        part["metadata"].pop("execution", None)
+    with _locked(result.folder.parent):
+        files = _whole(result.folder) or {}
+        files["notebook.ipynb"] = json.dumps(content, indent=1, ensure_ascii=False).encode()
+        files.pop(MARKER, None)
+        _install(result.folder, files, result.provenance)
+    return _existing(result.experiment, result.tier, paths.RESULTS)
+
+
+def record(experiment: str, tier: str) -> Result:
+    """Make your result the recorded one.
+
+    Raises:
+        UserError: you have no whole result, or one without its executed notebook.
+    """
+    mine = read(experiment, tier, paths.RESULTS)
+    if mine is None or not (mine.folder / "notebook.ipynb").exists():
+        raise UserError(f"no complete {tier} result of {experiment} to record: run `make reproduce-{experiment}` first")
+    files = {file.name: file.read_bytes() for file in mine.folder.iterdir() if file.name != MARKER}
+    folder = paths.RECORDED / experiment / tier
+    with _locked(folder.parent):
+        _install(folder, files, mine.provenance)
+    return _existing(experiment, tier, paths.RECORDED)
+
+
+def _existing(experiment: str, tier: str, root: Path) -> Result:
+    result = read(experiment, tier, root)
+    if result is None:
+        raise OSError(f"{root / experiment / tier} was altered while it was written")
+    return result
+
+
+def _install(folder: Path, files: Mapping[str, bytes], provenance: Mapping) -> None:
+    """Write `files` and the marker to `.new`, then rename it into place. The caller holds the lock."""
+    for name, limit in MAX_BYTES.items():
+        if len(files.get(name, b"")) > limit:
+            raise ValueError(f"{folder.parent.name}: {name} has {len(files[name]):,} bytes, {limit:,} are allowed")
+    new, old = _beside(folder)
+    _settle(folder)
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    try:
+        for name, content in files.items():
+            (new / name).write_bytes(content)
+        hashes = {name: _sha256(content) for name, content in sorted(files.items())}
+        (new / MARKER).write_bytes(_json({**provenance, "files": hashes}))
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(new, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _settle(folder: Path) -> None:
+    """Finish or undo what a killed writer left behind. The caller holds the lock."""
+    new, old = _beside(folder)
+    if not folder.exists():
+        if _whole(new) is not None:
+            os.rename(new, folder)
+        elif old.exists():
+            os.rename(old, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(folder: Path) -> tuple[Path, Path]:
+    return folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+
+
+def _whole(folder: Path) -> dict[str, bytes] | None:
+    """Content of all files of a result, or None if one is missing or differs from its hash."""
+    try:
+        marker = (folder / MARKER).read_bytes()
+        hashes = json.loads(marker)["files"]
+        files = {name: (folder / name).read_bytes() for name in hashes}
+    except (OSError, ValueError, KeyError):
+        return None
+    if any(_sha256(content) != hashes[name] for name, content in files.items()):
+        return None
+    return {**files, MARKER: marker}
+
+
+@contextmanager
+def _locked(parent: Path) -> Iterator[None]:
+    """Hold the lock of an experiment's folder; the kernel releases it when the holder dies."""
+    parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _png(figure: Figure) -> bytes:
+    """The figure at the highest resolution that stays within the limit."""
+    for dpi in DPI_TRIED:
+        png = _saved(figure, format="png", dpi=dpi)
+        if len(png) <= MAX_BYTES["figure.png"]:
+            break
+    return png
+
+
+def _saved(figure: Figure, **how) -> bytes:
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "specter_lab"}):
+        figure.savefig(buffer, bbox_inches="tight", **how)
+    return buffer.getvalue()
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

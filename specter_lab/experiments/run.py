@@ -1,0 +1,70 @@
+"""Answering one question: measure what is not known yet, judge the claims, write the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib import import_module
+
+from specter_lab import paths
+from specter_lab.errors import UserError
+from specter_lab.experiments import results
+from specter_lab.experiments.claims import Setting, judge_all
+from specter_lab.experiments.context import Context
+from specter_lab.experiments.provenance import describe, gpu_name, question_digest
+from specter_lab.experiments.registry import DEFAULT_MODELS, TIERS, check_tier, find
+from specter_lab.experiments.results import Result
+
+
+def run(
+    experiment: str, *, tier: str = "cpu", seed: int = 0, fresh: bool = False, models: Sequence[str] = ()
+) -> Result:
+    """The result of an experiment, measured now unless you already have it for the same inputs, seed and code.
+
+    Args:
+        experiment: id or alias.
+        tier: "cpu", "gpu" or "paper" (DESIGN.md section 2).
+        seed: of everything random.
+        fresh: measure again, whatever is in the cache.
+        models: zoo names, folders or hub ids to measure instead of the tier's own.
+
+    Raises:
+        UserError: unknown experiment, a tier it does not have, a model that cannot be loaded, a row that failed.
+    """
+    context = context_for(experiment, tier=tier, seed=seed, fresh=fresh, models=models)
+    module = import_module(find(experiment).module)
+    inputs = module.inputs(context)
+    mine = results.read(context.experiment, context.folder_name, paths.RESULTS)
+    if mine and not fresh and mine.provenance["question"] == question_digest(context, inputs):
+        return mine
+    start = time.monotonic()
+    rows = module.run(context)
+    setting = Setting(tier, own_models=context.folder_name != tier, gpu=gpu_name())
+    verdicts = judge_all(context.experiment, module.claims(rows), setting)
+    provenance = describe(context, inputs, wall_s=time.monotonic() - start)
+    return results.write(context.experiment, context.folder_name, rows, verdicts, module.plot(rows), provenance)
+
+
+def load_or_run(experiment: str, *, tier: str = "cpu", seed: int = 0, models: Sequence[str] = ()) -> Result:
+    """What a notebook shows: your result for this tier, seed and models, else the recorded one, else a run of minutes.
+
+    `result.origin` says which it is. Code and inputs may have moved on since; `run` is the one that checks them.
+
+    Raises:
+        UserError: as `run`.
+    """
+    context = context_for(experiment, tier=tier, seed=seed, models=models)
+    for root in (paths.RESULTS, paths.RECORDED):
+        result = results.read(context.experiment, context.folder_name, root)
+        if result and (result.provenance["seed"], tuple(result.provenance["models"])) == (seed, context.models):
+            return result
+    return run(experiment, tier=tier, seed=seed, models=models)
+
+
+def context_for(experiment: str, *, tier: str, seed: int, fresh: bool = False, models: Sequence[str] = ()) -> Context:
+    """The context of a run. Raises UserError for an unknown experiment or tier."""
+    row = find(experiment)
+    if tier not in TIERS:
+        raise UserError(f"no tier '{tier}': give one of {', '.join(TIERS)}")
+    check_tier(row, tier)
+    return Context(row.id, tier, seed, tuple(models) or DEFAULT_MODELS[tier], fresh, paths.CACHE)

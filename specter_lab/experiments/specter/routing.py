@@ -1,0 +1,82 @@
+"""What the routing experiments share: the same requests, the same draft, and a reference trace that is captured once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from specter_lab import paths
+from specter_lab.compress.calibration import CALIBRATION, calibration_ids
+from specter_lab.compress.checkpoint import QuantizedExperts, load_quantized
+from specter_lab.compress.quantizers import quantize
+from specter_lab.experiments.provenance import code_digest
+from specter_lab.measure.capture import capture
+from specter_lab.measure.prompts import PROMPT_SETS, TokenizedRequests, select, tokenize
+from specter_lab.measure.trace import Origin, Trace, read_trace, write_trace
+from specter_lab.models.load import LoadedModel, load, resolve, sha256_of, weights_digest
+
+MAX_TOKENS = 128  # of each request, teacher-forced
+PREFIX_TOKENS = 32  # read by the target before a free-running window
+DEPTH = 16  # tokens of a free-running window
+FAMILIES = {"qwen2_moe": "qwen", "phimoe": "phi", "deepseek_v2": "deepseek"}  # as claims.toml names them
+
+
+@dataclass(frozen=True)
+class Question:
+    """One model read over one selection of requests."""
+
+    source: LoadedModel
+    tokens: TokenizedRequests
+    seed: int
+
+    def origin(self, quantizer: str = "none") -> Origin:
+        return Origin(self.source.name, self.source.digest, quantizer, self.seed)
+
+
+@cache
+def model_digest(model: str) -> str:
+    """sha256 over the weights of a model by name, folder or hub id."""
+    return weights_digest(resolve(model))
+
+
+def inputs(models: Sequence[str]) -> dict[str, str]:
+    """Every file the routing experiments read, name -> sha256."""
+    texts = [*(paths.PROMPTS / f"{name}.jsonl" for name in PROMPT_SETS), CALIBRATION]
+    return {model: model_digest(model) for model in models} | {path.name: sha256_of(path) for path in texts}
+
+
+def ask(model: str, requests_per_set: int, seed: int) -> Question:
+    """Load a model and the requests it is to read."""
+    source = load(model)
+    return Question(source, tokenize(select(requests_per_set, seed=seed), source.tokenizer, MAX_TOKENS), seed)
+
+
+def quantized(question: Question, quantizer: str, cache_dir: Path) -> QuantizedExperts:
+    """The quantised experts, made if the cache does not hold them."""
+    ids = calibration_ids(question.source.tokenizer, seed=question.seed)
+    return load_quantized(quantize(question.source, quantizer, ids, cache_dir / "quantized"), question.source)
+
+
+def reference_trace(question: Question, cache_dir: Path) -> Trace:
+    """Teacher-forced routing of the unquantised model; kept in the cache for whoever asks the same next."""
+    requests = [request.id for request in question.tokens.requests]
+    asked = [question.source.digest, requests, MAX_TOKENS, code_digest("specter-table1")]
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    path = cache_dir / "traces" / f"{question.source.name}-{key}.parquet"
+    if not path.exists():
+        write_trace(capture(question.source.model, question.tokens, question.origin()), path)
+    return read_trace(path, model_digest=question.source.digest)
+
+
+def model_type(model: str) -> str:
+    """The architecture of a model, as config.json names it."""
+    return json.loads((resolve(model) / "config.json").read_text())["model_type"]
+
+
+def family(model: str) -> str:
+    """"qwen", "phi" or "deepseek": which of the paper's models a zoo model or checkpoint stands for."""
+    return FAMILIES.get(model_type(model), model_type(model))

@@ -1,0 +1,137 @@
+"""Rows survive kills, Ctrl-C leaves no process behind, errors name their row: with real processes and signals."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from specter_lab import paths
+from specter_lab.errors import UserError
+from specter_lab.experiments import jobs
+from specter_lab.experiments.context import Context
+from tests.experiments import toy
+from tests.experiments.toy import started
+
+CLI = (
+    "import sys; from pathlib import Path; from tests.experiments import toy; toy.register(Path(sys.argv[1]));"
+    "from specter_lab.cli import main; sys.exit(main(sys.argv[2:]))"
+)
+
+
+def context(seed=0, fresh=False):
+    return Context(toy.TOY.id, "cpu", seed, (), fresh, paths.CACHE)
+
+
+def start_cli(tmp_path, **environment):
+    command = [sys.executable, "-c", CLI, str(tmp_path), "reproduce", "toy-squares"]
+    return subprocess.Popen(
+        command, cwd=paths.ROOT, env={**os.environ, **environment}, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def wait_until(condition, what, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen in {timeout_s} s"
+        time.sleep(0.05)
+
+
+def stored_rows():
+    return len(list((paths.CACHE / "rows").glob("*.json")))
+
+
+def family(process):
+    return [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+
+
+def test_rows_come_in_the_order_of_the_jobs_and_from_the_cache(log):
+    first = jobs.run(context(), toy.squares(context()))
+    assert [row["square"] for row in first] == [0, 1, 4, 9]
+    assert jobs.run(context(), toy.squares(context())) == first
+    assert started(log) == {"0": 1, "1": 1, "2": 1, "3": 1}
+
+
+def test_the_cache_key_is_everything_that_decides_a_row(log):
+    jobs.run(context(), toy.squares(context(), count=1))
+    assert jobs.run(context(seed=5), toy.squares(context(seed=5), count=1)) == [{"number": 0, "square": 0.5}]
+    assert started(log) == {"0": 2}
+    jobs.run(context(fresh=True), toy.squares(context(), count=1))
+    assert started(log) == {"0": 3}
+
+
+def test_a_damaged_row_is_computed_again(log):
+    rows = jobs.run(context(), toy.squares(context(), count=1))
+    (file,) = (paths.CACHE / "rows").glob("*.json")
+    file.write_text(file.read_text()[:-4])
+    assert jobs.run(context(), toy.squares(context(), count=1)) == rows
+    assert started(log) == {"0": 2}
+
+
+def test_an_error_names_its_row_and_the_rows_before_it_are_kept(log, monkeypatch):
+    monkeypatch.setattr(jobs, "worker_count", lambda context, count: 1)
+    monkeypatch.setenv("TOY_FAIL", "2")
+    with pytest.raises(UserError, match="^square of 2: it was told to fail"):
+        jobs.run(context(), toy.squares(context()))
+    assert stored_rows() >= 2
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_run_goes_on_where_it_stopped(log, tmp_path, monkeypatch):
+    """Kill -9 of the main process alone: its workers follow, and finished rows are not computed again."""
+    monkeypatch.setenv("TOY_SLEEP_S", "0.5")
+    run = start_cli(tmp_path)
+    wait_until(lambda: stored_rows() >= 2, "two rows")
+    pids = family(run)
+    run.kill()
+    wait_until(lambda: not any(map(psutil.pid_exists, pids[1:])), "the end of the workers", timeout_s=10)
+    run.communicate()
+    finished = stored_rows()
+    assert 2 <= finished < 4
+    before = started(log)
+    jobs.run(context(), toy.squares(context()))
+    again = started(log) - before
+    assert sum(again.values()) == 4 - finished and set(again.values()) == {1}
+
+
+def test_ctrl_c_says_one_sentence_and_leaves_nothing_behind(log, tmp_path):
+    run = start_cli(tmp_path, TOY_SLEEP_S="30")
+    wait_until(lambda: started(log), "the first row")
+    pids = family(run)
+    os.killpg(run.pid, signal.SIGINT)
+    _, stderr = run.communicate(timeout=20)
+    assert run.returncode == 130
+    assert "specter-lab: stopped by Ctrl-C: run the same command again, finished rows are kept\n" in stderr
+    assert "Traceback" not in stderr
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all processes", timeout_s=10)
+
+
+def test_a_worker_that_is_killed_is_reported(log, tmp_path):
+    run = start_cli(tmp_path, TOY_SLEEP_S="30")
+    wait_until(lambda: started(log), "the first row")
+    os.kill(int(log.read_text().split()[1]), signal.SIGKILL)
+    _, stderr = run.communicate(timeout=20)
+    assert run.returncode == 2
+    assert "lack of memory" in stderr and "Traceback" not in stderr
+
+
+def test_a_full_disk_is_one_sentence_and_no_result(log, tmp_path):
+    disk = tmp_path / "small-disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a small disk can be mounted by root only")
+    try:
+        (disk / "filler").write_bytes(bytes(40_000))
+        run = start_cli(tmp_path, SPECTER_LAB_OUT=str(disk))
+        _, stderr = run.communicate(timeout=60)
+        assert run.returncode == 2, stderr
+        assert "the disk is full" in stderr and "Traceback" not in stderr
+        assert not list(disk.glob("results/toy-squares/*"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,120 @@
+"""A toy experiment from the command to the executed notebook, and what the command line says when it cannot."""
+
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+from specter_lab import paths
+from specter_lab.cli import main
+from specter_lab.errors import UserError
+from specter_lab.experiments import compare, results, runner
+from specter_lab.experiments.run import run
+from tests.experiments.toy import started
+
+PARAMETERS = """
+tier = "cpu"
+seed = 7
+models = []
+"""
+RUN = """
+from pathlib import Path
+from tests.experiments import toy
+toy.register(Path(TOY_FOLDER))
+---
+from specter_lab.experiments.run import run
+result = run("toy-squares", tier=tier, seed=seed, models=models)
+print("largest", result.rows.square.max(), "in", result.folder)
+"""
+
+
+@pytest.fixture
+def notebook(tmp_path, monkeypatch):
+    """Writes the toy's notebook; its cells stand apart by `---`."""
+    monkeypatch.setattr(runner, "NOTEBOOKS", tmp_path)
+
+    def write(text):
+        text = PARAMETERS + "---" + text.replace("TOY_FOLDER", repr(str(tmp_path)))
+        cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in text.split("---")]
+        cells[0].metadata["tags"] = ["parameters"]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "toy-squares.ipynb")
+
+    return write
+
+
+def test_reproduce_leaves_a_complete_result(log, notebook, capsys):
+    notebook(RUN)
+    result = runner.reproduce("squares", seed=3)
+    assert result.rows["square"].max() == pytest.approx(9.3)
+    executed = (result.folder / "notebook.ipynb").read_text()
+    assert "largest 9.3" in executed, "the notebook gets the seed and finds the result"
+    assert sum(started(log).values()) == 4, "the notebook computes no row again"
+    assert result.provenance["seed"] == 3 and result.provenance["inputs"] == {}
+    printed = capsys.readouterr().out
+    assert "paper >= 9x / recorded - / yours 9.3x" in printed and "reproduced: the value is beyond" in printed
+    results.record("toy-squares", "cpu")
+    assert compare.comparison("toy-squares", "cpu").iloc[0]["recorded"] == "9.3x"
+
+
+def test_a_result_for_the_same_question_is_not_measured_again(log):
+    first, again = run("toy-squares"), run("toy-squares")
+    assert again.provenance == first.provenance
+    assert sum(started(log).values()) == 4
+    fresh = run("toy-squares", fresh=True)
+    assert sum(started(log).values()) == 8
+    assert (fresh.folder / "rows.csv").read_bytes() == (again.folder / "rows.csv").read_bytes()
+    other = run("toy-squares", models=["qwen-nano"])
+    assert other.folder.name == "cpu-own" and results.read("toy-squares", "cpu", paths.RESULTS) is not None
+
+
+def test_an_error_for_the_user_comes_out_of_a_notebook_as_one_sentence(log, notebook):
+    notebook("from specter_lab.errors import UserError\nraise UserError('do that')")
+    with pytest.raises(UserError, match="^do that$"):
+        runner.reproduce("toy-squares")
+    notebook("half = 1 / 0  # never")
+    sentence = r"toy-squares.ipynb failed \(ZeroDivisionError: division by zero\) in the cell that begins 'half = 1 / 0"
+    with pytest.raises(UserError, match=sentence):
+        runner.reproduce("toy-squares")
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["reproduce", "specter-tabel1"], "no experiment 'specter-tabel1': did you mean specter-table1"),
+        (["reproduce", "tabel1"], "did you mean table1"),
+        (["reproduce", "zzz"], "`make help` lists them all"),
+        (["reproduce", "table1", "--tier", "gpu"], "specter-table1 has no 'gpu' tier: give cpu or paper"),
+        (["reproduce", "table1", "--tier", "tpu"], "no tier 'tpu': give one of cpu, gpu, paper"),
+        (["record", "routing-match"], "no complete cpu result of specter-routing-match to record"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(out, capsys, arguments, sentence):
+    assert main(arguments) == 2
+    stderr = capsys.readouterr().err
+    assert sentence in stderr and stderr.count("\n") == 1 and stderr.startswith("specter-lab: ")
+
+
+def test_an_error_of_the_real_command_is_one_line():
+    command = [sys.executable, "-m", "specter_lab.cli", "reproduce", "specter-tabel1"]
+    done = subprocess.run(command, cwd=paths.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+
+
+def test_importing_transformers_prints_nothing():
+    code = "import specter_lab.models.load"
+    done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_readme_table_is_replaced_between_its_markers(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{compare.BEGIN}\nold\n{compare.END}\nafter\n")
+    compare.update_readme(readme)
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| `make reproduce-table1` | 99.38 % |" in text
+    readme.write_text("no markers")
+    with pytest.raises(UserError, match="README.md has no lines"):
+        compare.update_readme(readme)

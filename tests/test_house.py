@@ -1,0 +1,133 @@
+"""What holds the project together: one id everywhere, one set of pins, a clean top level."""
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from specter_lab.experiments import compare
+from specter_lab.experiments.claims import claims_of, read_claims
+from specter_lab.experiments.help import experiment_targets, house_targets
+from specter_lab.experiments.registry import DEFAULT_MODELS, EXPERIMENTS, TIERS
+from specter_lab.paths import CLAIMS, ROOT
+
+TOP_LEVEL = {
+    "notebooks", "specter_lab", "artifacts", "data", "environment.yml", "Makefile", "tests", "README.md",
+    "pyproject.toml", "requirements.lock", "LICENSE", "NOTICE", "CITATION.cff", ".gitignore", ".ci",
+}  # fmt: skip
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".ipynb", ".cff", ".json", ".csv", ".lock", ".txt", ""}
+MACHINE_PATH = re.compile(r"(?<![\w.~])/(?:work|root|home|Users|opt|tmp)/\w")
+
+
+def project_files():
+    """Files that are, or would be, in git."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def pins():
+    lines = (ROOT / "requirements.lock").read_text().split()
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+def help_text():
+    command = ["make", "--no-print-directory", "help"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_top_level_is_exact():
+    assert {file.relative_to(ROOT).parts[0] for file in project_files()} == TOP_LEVEL
+
+
+def test_ids_are_the_same_everywhere():
+    ids = set(EXPERIMENTS)
+    assert {notebook.stem for notebook in NOTEBOOKS} == ids
+    assert {claim_id.split("/")[0] for claim_id in read_claims(CLAIMS)} >= ids
+    targets = set(re.findall(r"^  (reproduce-\S+)", help_text(), flags=re.MULTILINE)) - {"reproduce-all"}
+    assert targets == {target for row in EXPERIMENTS.values() for target in experiment_targets(row)}
+    for folder in (ROOT / "artifacts" / "recorded").glob("*"):
+        assert folder.name in ids
+
+
+def test_every_experiment_has_claims_and_known_tiers():
+    for row in EXPERIMENTS.values():
+        assert any(claim.headline for claim in claims_of(row.id)), row.id
+        assert set(row.minutes) <= set(TIERS) == set(DEFAULT_MODELS)
+
+
+def test_aliases_are_unambiguous():
+    names = [name for row in EXPERIMENTS.values() for name in (row.id, *row.aliases)]
+    assert len(names) == len(set(names))
+
+
+def test_help_lists_every_target_without_the_environment():
+    """On a bare Python: no site packages, so nothing that is installed can be needed."""
+    command = [sys.executable, "-S", "-m", "specter_lab.experiments.help"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert text == help_text()
+    for target, _ in house_targets():
+        assert re.search(rf"^  {target}\s", text, flags=re.MULTILINE)
+
+
+def test_default_models_are_known():
+    from specter_lab.models.geometry import GEOMETRY
+
+    known = {row.name for row in GEOMETRY.values()} | {row.hub_id for row in GEOMETRY.values()}
+    assert {model for models in DEFAULT_MODELS.values() for model in models} <= known
+
+
+def test_conda_installs_the_same_pins():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    python, installer, by_pip = environment["dependencies"]
+    assert (python, installer) == ("python=3.11", "pip")
+    assert by_pip == {"pip": ["-r requirements.lock", "-e ."]}
+    assert "LOCK := requirements.lock" in (ROOT / "Makefile").read_text()
+
+
+def test_ranges_admit_the_pins():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = project["dependencies"] + [line for extra in project["optional-dependencies"].values() for line in extra]
+    for line in ranges:
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)]), line
+
+
+def test_this_environment_is_the_locked_one():
+    for name, pin in pins().items():
+        assert importlib.metadata.version(name).split("+")[0] == pin, name
+
+
+def test_no_machine_paths():
+    for file in project_files():
+        if file.suffix in TEXT_SUFFIXES:
+            found = MACHINE_PATH.search(file.read_text(encoding="utf-8", errors="ignore"))
+            assert not found, f"{file.relative_to(ROOT)} names {found.group()}..."
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_notebook_is_clean_and_takes_parameters(notebook):
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    parameters = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
+    assert len(parameters) == 1
+    names = set(re.findall(r"^(\w+) = ", "".join(parameters[0]["source"]), flags=re.MULTILINE))
+    assert {"tier", "seed", "models"} <= names
+
+
+def test_readme_is_short_and_shows_the_recorded_results():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    table = text.split(compare.BEGIN)[1].split(compare.END)[0].strip()
+    assert table == compare.markdown(compare.headline_table()), "run `make readme`"
