@@ -42,5 +42,6 @@ GEOMETRY = {
         Geometry("qwen-nano", None, "qwen2_moe", 4, 0, 60, 4, 1, 256, 32, 7_932_160),
         Geometry("phi-nano", None, "phimoe", 5, 0, 16, 2, 0, 256, 64, 5_469_440),
         Geometry("deepseek-nano", None, "deepseek_v2", 3, 1, 64, 6, 2, 256, 32, 6_801_920),
+        Geometry("dense-nano", None, "qwen2_moe", 4, 0, 1, 1, 1, 256, 128, 2_366_720),
     )
 }  # fmt: skip

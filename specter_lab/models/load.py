@@ -10,13 +10,16 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from specter_lab.errors import UserError
 from specter_lab.models.adapters import Adapter, adapter_for
 from specter_lab.models.geometry import GEOMETRY
 from specter_lab.paths import ZOO
 
-ZOO_MODELS = ("qwen-nano", "phi-nano", "deepseek-nano")
+disable_progress_bar()  # one bar per loaded model would bury the experiment's own
+
+ZOO_MODELS = ("qwen-nano", "phi-nano", "deepseek-nano", "dense-nano")
 MANIFEST = "MANIFEST.json"  # file name -> sha256, beside the weights of every zoo model
 
 
@@ -105,7 +108,12 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     folder = resolve(name)
     if not (folder / "config.json").exists():
         raise UserError(f"no config.json in {folder}: this folder is not a checkpoint")
-    adapter = adapter_for(AutoConfig.from_pretrained(folder))
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError) as error:  # transformers names no architecture, or one that it does not have
+        raise UserError(f"cannot make sense of {folder / 'config.json'} ({str(error).splitlines()[0]}): this is not a "
+                        f"model of a class that the installed transformers has") from error  # fmt: skip
+    adapter = adapter_for(config)
     digest = weights_digest(folder)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)

@@ -1,7 +1,7 @@
 """One adapter per architecture: where the router, the routed experts and everything untouchable live.
 
-An adapter is data, not code. To support another architecture, add a file here that defines `ADAPTER` (the three
-beside this one are the template) and name it in `ADAPTERS`.
+An adapter is data, not code. To support another architecture, add a file here that defines `ADAPTER` (those beside
+this one are examples, and the error for a model without one shows a filled-in start) and name it in `ARCHITECTURES`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specter_lab.errors import UserError
 
-ARCHITECTURES = ("qwen2_moe", "phimoe", "deepseek_v2")  # file names in this folder = `model_type` in config.json
+# File names in this folder = `model_type` in config.json.
+ARCHITECTURES = ("qwen2_moe", "phimoe", "deepseek_v2", "mixtral", "olmoe", "qwen3_moe")
+
+# What config.json calls routed experts per layer and the width of one, over all architectures seen so far.
+EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+WIDTH_FIELDS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,31 @@ def adapter_for(config: PretrainedConfig) -> Adapter:
     """The adapter of a model's architecture.
 
     Raises:
-        UserError: there is none; the message says which file to add.
+        UserError: there is none; the message says which file to add, and what to begin it with.
     """
     model_type = config.model_type
     if model_type not in ARCHITECTURES:
         raise UserError(
-            f"no adapter for architecture '{model_type}': add specter_lab/models/adapters/{model_type}.py after the "
-            f"template specter_lab/models/adapters/qwen2_moe.py and name it in ARCHITECTURES "
-            f"(known: {', '.join(ARCHITECTURES)})"
+            f"no adapter for architecture '{model_type}': add specter_lab/models/adapters/{model_type}.py, name it in "
+            f"ARCHITECTURES of __init__.py there (known: {', '.join(ARCHITECTURES)}), and begin it with\n\n"
+            f"{_template(config)}"
         )
     return import_module(f"{__name__}.{model_type}").ADAPTER
+
+
+def _template(config: PretrainedConfig) -> str:
+    """An adapter file to start from, filled in as far as config.json tells."""
+    experts = next((name for name in EXPERTS_FIELDS if hasattr(config, name)), None)
+    width = next((name for name in WIDTH_FIELDS if hasattr(config, name)), None)
+    found = "config.json has it" if experts else "config.json has none that is known: a dense model routes nothing"
+    return f"""    from specter_lab.models.adapters import Adapter
+
+    ADAPTER = Adapter(
+        model_type="{config.model_type}",
+        router="gate",  # a guess: the attribute of layer.mlp that returns (logits, weights, indices)
+        experts_field="{experts or '?'}",  # {found}
+        width_field="{width or '?'}",
+        checkpoint_block="mlp",  # this and the next: as the keys in model.safetensors.index.json have it
+        gate_up_down=("gate_proj", "up_proj", "down_proj"),
+        gguf_architecture="{config.model_type.replace('_', '')}",  # a guess: as in gguf.MODEL_ARCH_NAMES
+    )"""

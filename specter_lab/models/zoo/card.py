@@ -8,6 +8,15 @@ import numpy as np
 BANDS = ((0.0, 0.1), (0.1, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.5), (1.5, 2.0), (2.0, float("inf")))
 
 
+def _purpose(record: dict) -> str:
+    size = f"A {record['parameters'] / 1e6:.1f} M parameter"
+    if record["num_experts"] == 1:
+        return f"""{size} dense language model, the control beside qwen-nano: the class of {record["original"]} with a single
+expert as wide as the experts one token uses there, so every weight serves every token."""
+    return f"""{size} Mixture-of-Experts language model with the class and the routing geometry of
+{record["original"]}: {record["num_experts"]} routed experts, top-{record["top_k"]}, {record["moe_layers"]} MoE layers."""
+
+
 def render(record: dict) -> str:
     """Markdown with YAML front matter; every number comes from `record` (training.json)."""
     shares = np.array(record["expert_load_share"])  # [L, E], 1.0 = fair share
@@ -29,8 +38,7 @@ tags: [mixture-of-experts, research]
 ---
 # {record["name"]}
 
-A {record["parameters"] / 1e6:.1f} M parameter Mixture-of-Experts language model with the class and the routing geometry of
-{record["original"]}: {record["num_experts"]} routed experts, top-{record["top_k"]}, {record["moe_layers"]} MoE layers. It was trained from scratch for measuring
+{_purpose(record)} It was trained from scratch for measuring
 routing, quantisation and offloading; it is too small to be useful as a language model, and nothing measured on it may
 carry the original's name.
 

@@ -128,7 +128,8 @@ def train(
         ],
         lr=lr, betas=recipe.betas, fused=on_gpu, capturable=on_gpu,
     )  # fmt: skip
-    num_layers = len(adapter_for(model.config).moe_layers(model))
+    adapter = adapter_for(model.config)
+    num_layers = len(adapter.moe_layers(model))
     batch = torch.zeros(recipe.batch, recipe.seq_len + 1, dtype=torch.long, device=device)  # the graph reads here
     last = torch.zeros(2, device=device)  # loss, balance of the step just done
 
@@ -149,7 +150,8 @@ def train(
 
     run = step
     batches = windows(mixture, recipe)
-    if on_gpu:  # three warm-up steps at learning rate 0, then record one step
+    if on_gpu and adapter.num_experts(model.config) > 1:  # a count over one expert (torch.histc) cannot be captured
+        # three warm-up steps at learning rate 0, then record one step
         lr.zero_()
         batch.copy_(next(batches))
         side = torch.cuda.Stream()

@@ -3,7 +3,8 @@
 Head dimensions (128; MLA 128 + 64), experts, top-k and shared experts are the originals'; model width, expert width
 and head counts are divided. Every divided size divides the original's, so that widening (DESIGN.md section 2) reaches
 the full geometry exactly: expert width 32 x 44 = 1408 (Qwen, DeepSeek), 64 x 100 = 6400 (Phi).
-A *proxy* has the original's depth as well; proxies are trained by the same recipe and not shipped.
+A *proxy* has the original's depth as well; proxies are trained by the same recipe and not shipped. `dense-nano` is the
+dense control: qwen-nano's active width (4 experts of 32, shared 128) in one expert that every token uses.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ def _common(layers: int, heads: int, kv_heads: int) -> dict:
     )  # fmt: skip
 
 
-def _qwen(name: str, layers: int) -> ZooShape:
+def _qwen(name: str, layers: int, experts: int = 60, top_k: int = 4, expert_width: int = 32) -> ZooShape:
     config = Qwen2MoeConfig(
-        **_common(layers, heads=2, kv_heads=2), moe_intermediate_size=32, shared_expert_intermediate_size=128,
-        intermediate_size=128, num_experts=60, num_experts_per_tok=4, norm_topk_prob=False, decoder_sparse_step=1,
+        **_common(layers, heads=2, kv_heads=2), moe_intermediate_size=expert_width, intermediate_size=128,
+        shared_expert_intermediate_size=128, num_experts=experts, num_experts_per_tok=top_k, norm_topk_prob=False,
+        decoder_sparse_step=1,
     )  # fmt: skip
     return ZooShape(name, "Qwen1.5-MoE-A2.7B", config)
 
@@ -62,7 +64,7 @@ def _deepseek(name: str, layers: int) -> ZooShape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        _qwen("qwen-nano", 4), _phi("phi-nano", 5), _deepseek("deepseek-nano", 4),
+        _qwen("dense-nano", 4, experts=1, top_k=1, expert_width=128), _qwen("qwen-nano", 4), _phi("phi-nano", 5), _deepseek("deepseek-nano", 4),
         _qwen("qwen-proxy", 24), _phi("phi-proxy", 32), _deepseek("deepseek-proxy", 27),
     )
 }  # fmt: skip
