@@ -17,6 +17,7 @@ import io
 import json
 import os
 import shutil
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -106,6 +107,7 @@ def add_notebook(result: Result, notebook: Path) -> Result:
         ValueError: the notebook is larger than a result may be.
     """
     content = json.loads(notebook.read_text(encoding="utf-8").replace(str(paths.ROOT), "."))
+    _shrink_pictures(content)
     for part in (content, *content["cells"]):
         part["metadata"].pop("papermill", None)
         part["metadata"].pop("execution", None)
@@ -206,10 +208,27 @@ def _locked(parent: Path) -> Iterator[None]:
 def _png(figure: Figure) -> bytes:
     """The figure at the highest resolution that stays within the limit."""
     for dpi in DPI_TRIED:
-        png = _saved(figure, format="png", dpi=dpi)
+        png = _palette(_saved(figure, format="png", dpi=dpi))
         if len(png) <= MAX_BYTES["figure.png"]:
             break
     return png
+
+
+def _palette(png: bytes) -> bytes:
+    """The same picture in 256 colours, which plots do not miss: a third of the bytes, for a folder that lies in git."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    return buffer.getvalue()
+
+
+def _shrink_pictures(notebook: dict) -> None:
+    """Store the pictures among a notebook's outputs with a palette."""
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            if png := output.get("data", {}).get("image/png"):
+                output["data"]["image/png"] = b64encode(_palette(b64decode(png))).decode()
 
 
 def _saved(figure: Figure, **how) -> bytes:

@@ -66,7 +66,7 @@ def free_running_draft(
     """
     if prefix_tokens < 2 or depth < 1:
         raise ValueError(f"prefix_tokens {prefix_tokens} must be at least 2 and depth {depth} at least 1")
-    prefixes = _prefixes(tokens, prefix_tokens)
+    prefixes = cut_to_prefix(tokens, prefix_tokens)
     check_context(target, prefixes, new_tokens=depth)
     windows, draft_pieces, target_pieces, accepted = [], [], [], []
     for ids in torch.stack(prefixes.ids).split(max(1, token_budget // prefix_tokens)):  # [B, P]
@@ -137,7 +137,8 @@ def accepted_length(drafted: Tensor, predicted: Tensor) -> Tensor:
     return (drafted == predicted).long().cumprod(dim=1).sum(dim=1)
 
 
-def _prefixes(tokens: TokenizedRequests, prefix_tokens: int) -> TokenizedRequests:
+def cut_to_prefix(tokens: TokenizedRequests, prefix_tokens: int) -> TokenizedRequests:
+    """The first `prefix_tokens` tokens of every request; raises UserError when one is shorter."""
     for request, ids in zip(tokens.requests, tokens.ids):
         if len(ids) < prefix_tokens:
             raise UserError(f"prompt '{request.id}' has {len(ids)} tokens, the prefix needs {prefix_tokens}: "

@@ -29,7 +29,7 @@ def inputs(context: Context) -> dict[str, str]:
 
 
 def run(context: Context) -> pd.DataFrame:
-    """One row per model, prompt set ("all" and each of the five), layer and expert; entropy repeats over experts."""
+    """Rows per model and layer: one per expert over all requests (entropy repeats), and one per prompt set."""
     work = [
         jobs.Job(model, measure, {"model": model, "digest": routing.model_digest(model), "seed": context.seed})
         for model in context.models
@@ -60,7 +60,10 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
             if name == "all":
                 of_layer |= {"entropy_ci_low": round(float(interval.low[i]), 5),
                              "entropy_ci_high": round(float(interval.high[i]), 5)}  # fmt: skip
-            rows += [of_layer | {"expert": e, "activations": int(n)} for e, n in enumerate(used[i])]
+            if name == "all":
+                rows += [of_layer | {"expert": e, "activations": int(n)} for e, n in enumerate(used[i])]
+            else:
+                rows.append(of_layer)
     return rows
 
 
@@ -76,6 +79,7 @@ def plot(rows: pd.DataFrame) -> Figure:
         2, len(models), figsize=(4.2 * len(models), 5), squeeze=False, height_ratios=(3, 2), constrained_layout=True
     )
     colors = dict(zip(PROMPT_SETS, sns.color_palette("colorblind", len(PROMPT_SETS))))
+    lowest = rows["normalized_entropy"].min()
     for column, model in enumerate(models):
         mine = rows[rows["model"] == model]
         counts = mine[mine["prompt_set"] == "all"].pivot(index="layer", columns="expert", values="activations")
@@ -93,10 +97,10 @@ def plot(rows: pd.DataFrame) -> Figure:
         part = per_layer(mine)
         axis.plot(part["layer"], part["normalized_entropy"], color="black", marker="o", label="all requests")
         axis.plot(part["layer"], part["uniform_router_entropy"], color="0.5", linestyle=":", label="uniform router")
-        axis.set(xlabel="decoder layer", ylim=(0.8, 1.005), ylabel="entropy / log E" if column == 0 else "")
+        axis.set(xlabel="decoder layer", ylim=(lowest - 0.02, 1.005), ylabel="entropy / log E" if column == 0 else "")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
-    axes[1, 0].legend(fontsize=7, loc="lower left", ncols=2)
+    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8)
     plt.close(figure)
     return figure
 

@@ -1,0 +1,19 @@
+"""Round-to-nearest, the control: no calibration, every weight rounded by itself."""
+
+from __future__ import annotations
+
+from specter_lab.compress.experts_only import experts_only
+from specter_lab.compress.grid import GROUP, CodedBank, round_to_nearest
+from specter_lab.models.experts import ExpertBank
+
+
+def quantize_bank(bank: ExpertBank, bits: int, group: int = GROUP) -> CodedBank:
+    """Round the experts of one layer to `bits` bits (2, 3, 4 or 8), symmetric, one FP16 scale per (row, group).
+
+    Raises:
+        TypeError: `bank` is not an `ExpertBank`.
+        UserError: a row is not a whole number of groups.
+    """
+    bank = experts_only(bank)
+    gate, up, down = (round_to_nearest(weights, bits, group) for weights in (bank.gate, bank.up, bank.down))
+    return CodedBank(bank.layer, gate, up, down)

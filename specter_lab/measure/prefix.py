@@ -1,0 +1,80 @@
+"""The shared prefix: the only decoding state, holding verified tokens' KV and nothing else (Specter, section SIC).
+
+Requests are decoded side by side and accept different numbers of tokens, so their prefixes have different lengths.
+Rows are aligned on the right:
+
+    columns      0    1    2    3    4          the last column is every row's latest token
+    row 0        a    b    c    d    e          length 5
+    row 1        -    -    f    g    h          length 3; "-" is masked
+
+The draft works on a copy, which is thrown away; after verification `forget` drops the rejected tokens of each row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from specter_lab.errors import UserError
+from specter_lab.measure.capture import ForwardRouting, forward_with_routing
+
+
+@dataclass
+class Prefix:
+    """KV of B requests; grows by `read`, shrinks by `forget`. `copy.deepcopy` gives an independent one."""
+
+    cache: DynamicCache  # per layer keys and values [B, heads, S, dim]
+    lengths: Tensor  # [B] tokens held; S is the largest
+
+    def forget(self, dropped: Tensor) -> None:
+        """Drop the last `dropped` [B] tokens of every row and align the rows on the right again."""
+        end = self.cache.get_seq_length() - dropped  # [B] first column to go
+        self.lengths = self.lengths - dropped
+        width = int(self.lengths.max())
+        columns = end[:, None] - width + torch.arange(width, device=end.device)  # [B, S], negative where masked
+        for layer in self.cache.layers:
+            where = columns.clamp_min(0)[:, None, :, None]
+            layer.keys = torch.take_along_dim(layer.keys, where, dim=2)
+            layer.values = torch.take_along_dim(layer.values, where, dim=2)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep only some requests: bool [B], at least one true."""
+        self.cache.batch_select_indices(rows)
+        self.lengths = self.lengths[rows]
+
+
+def prefill(target: PreTrainedModel, ids: Tensor) -> Prefix:
+    """The target's prefix after reading ids [B, S]."""
+    cache = DynamicCache(config=target.config)
+    target.model(input_ids=ids, cache=cache, use_cache=True)
+    return Prefix(cache, torch.full((len(ids),), ids.shape[1], device=ids.device))
+
+
+def read(model: PreTrainedModel, prefix: Prefix, inputs: Tensor) -> tuple[Tensor, ForwardRouting]:
+    """One pass of `model` over inputs [B, T] after `prefix`, which grows: logits [B, T, V], routing rows [B * T].
+
+    Raises:
+        UserError: a router or the output produced NaN.
+    """
+    batch, new = inputs.shape
+    first_column = prefix.cache.get_seq_length() - prefix.lengths  # [B]
+    columns = torch.arange(prefix.cache.get_seq_length() + new, device=inputs.device)  # [S + T]
+    output, routing = forward_with_routing(
+        model,
+        lambda: model(
+            input_ids=inputs,
+            attention_mask=columns >= first_column[:, None],
+            position_ids=prefix.lengths[:, None] + torch.arange(new, device=inputs.device),
+            cache=prefix.cache,
+            use_cache=True,
+        ),
+        torch.arange(batch * new),
+    )
+    if output.logits.isnan().any():
+        raise UserError(f"the output of the {model.config.model_type} model is NaN: its weights are damaged or "
+                        f"overflow in {model.dtype}; load them again, in float32 or bfloat16")  # fmt: skip
+    prefix.lengths = prefix.lengths + new
+    return output.logits, routing

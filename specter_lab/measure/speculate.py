@@ -1,0 +1,173 @@
+"""Self-speculative decoding, the reference: what Specter's algorithm is, without offloading and without hurry.
+
+One round, for a request whose last committed token is x_0 (its KV is not in the shared prefix yet):
+
+    position       n     n+1   ...  n+K
+    input          x_0   x_1   ...  x_K      x_1 ... x_K: drafted from a throw-away copy of the prefix
+    draft's q      q_1   q_2   ...           distribution x_i was drawn from
+    target's p     p_1   p_2   ...  p_(K+1)  one pass over the K+1 inputs
+    committed      x_1 ... x_a, y            a accepted tokens and one of the target's: the correction, or the bonus
+
+Tokens after an end-of-text token are decoded like any other, so that all requests are equally long (Specter measures
+128 new tokens whatever they are).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+from transformers import PreTrainedModel
+
+from specter_lab.errors import UserError
+from specter_lab.measure.capture import ForwardRouting, join
+from specter_lab.measure.prefix import Prefix, prefill, read
+from specter_lab.measure.sampling import AcceptRule, accept, distribution, sample
+from specter_lab.models.adapters import adapter_for
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """N verification rounds, in the order they were run."""
+
+    depth: int  # K, drafted tokens per round
+    request: np.ndarray  # [N] row of the prompt
+    position: np.ndarray  # [N] of the round's first input
+    accepted: np.ndarray  # [N] 0..K
+    distinct_experts: np.ndarray  # [N, L] experts the K + 1 inputs use in each MoE layer of the target
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """New tokens of B requests, and the rounds they took; the last round of a request may have committed more."""
+
+    tokens: Tensor  # [B, N] int64
+    rounds: Rounds
+
+
+@dataclass(frozen=True)
+class PlainDecoded:
+    """New tokens of B requests from the target alone."""
+
+    tokens: Tensor  # [B, N] int64
+    margins: Tensor  # [B, N] float32, logit of the best token minus that of the second best
+
+
+def speculative_decode(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Tensor,
+    *,
+    new_tokens: int,
+    depth: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    rule: AcceptRule = accept,
+) -> Decoded:
+    """Decode B requests side by side; each one's tokens follow the target's distribution (greedy: equal its choices).
+
+    Args:
+        target: the full-precision model.
+        draft: the same model with quantised experts (`models.experts.with_experts`), or one with the same KV layout.
+        prompts: [B, P] token ids, P at least 2.
+        new_tokens: tokens per request.
+        depth: K, at least 1.
+        temperature: 0 is greedy.
+        seed: of everything drawn; what a request draws depends on the requests beside it.
+        rule: decides what is accepted; anything but the default gives up exactness.
+
+    Raises:
+        UserError: vocabularies differ, prompt and new tokens exceed the context, or a model produced NaN.
+    """
+    check_pair(target, draft)
+    check_length(target, prompts, new_tokens + depth)
+    prompts = prompts.to(target.device)
+    generator = Generator(target.device).manual_seed(seed)
+    texts: list[list[int]] = [[] for _ in prompts]
+    active = torch.arange(len(prompts))
+    rounds = []
+    with torch.inference_mode():
+        prefix, last = prefill(target, prompts[:, :-1]), prompts[:, -1:]
+        while len(active):
+            position = prefix.lengths
+            window, q, _ = propose(draft, copy.deepcopy(prefix), last, depth, temperature, generator)
+            logits, routing = read(target, prefix, window)  # [B, K + 1, V]
+            accepted, last = rule(window[:, 1:], q, distribution(logits, temperature), generator)
+            prefix.forget(depth - accepted)
+            for request, tokens, count, token in zip(active, window[:, 1:].tolist(), accepted.tolist(), last.tolist()):
+                texts[request] += tokens[:count] + token
+            rounds.append((active, position, accepted, distinct_experts(target, routing, len(active))))
+            unfinished = torch.tensor([len(texts[request]) < new_tokens for request in active])
+            active = active[unfinished]
+            if len(active):
+                prefix.keep_rows(unfinished)
+                last = last[unfinished]
+    columns = (torch.cat(column).cpu().numpy() for column in zip(*rounds))
+    return Decoded(torch.tensor([text[:new_tokens] for text in texts]), Rounds(depth, *columns))
+
+
+def plain_decode(
+    target: PreTrainedModel, prompts: Tensor, *, new_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> PlainDecoded:
+    """Decode prompts [B, P] one token at a time with the target alone; raises as `speculative_decode`."""
+    check_length(target, prompts, new_tokens)
+    prompts = prompts.to(target.device)
+    generator = Generator(target.device).manual_seed(seed)
+    tokens, margins = [prompts[:, -1:]], []
+    with torch.inference_mode():
+        prefix = prefill(target, prompts[:, :-1])
+        for _ in range(new_tokens):
+            logits, _ = read(target, prefix, tokens[-1])  # [B, 1, V]
+            best, second = logits[:, -1].float().topk(2).values.T
+            margins.append(best - second)
+            tokens.append(sample(distribution(logits[:, -1], temperature), generator))
+    return PlainDecoded(torch.cat(tokens[1:], dim=1).cpu(), torch.stack(margins, dim=1).cpu())
+
+
+def propose(
+    draft: PreTrainedModel, prefix: Prefix, last: Tensor, depth: int, temperature: float, generator: Generator
+) -> tuple[Tensor, Tensor, ForwardRouting]:
+    """Draft `depth` tokens after `last` [B, 1]; `prefix` is the draft's own to spoil.
+
+    Returns:
+        Window [B, K + 1] (`last`, then the drafted tokens), the distributions they were drawn from [B, K, V], and the
+        draft's routing of its K inputs, rows [B * K].
+    """
+    window, q, steps = [last], [], []
+    for _ in range(depth):
+        logits, routing = read(draft, prefix, window[-1])  # [B, 1, V]
+        q.append(distribution(logits[:, -1], temperature))
+        window.append(sample(q[-1], generator))
+        steps.append(routing)
+    request_major = np.arange(depth * len(last)).reshape(depth, -1).T.ravel()  # [K, B] rows -> [B, K] rows
+    return torch.cat(window, dim=1), torch.stack(q, dim=1), join(steps, request_major)
+
+
+def distinct_experts(model: PreTrainedModel, routing: ForwardRouting, batch: int) -> Tensor:
+    """Experts that each request's window uses in each MoE layer: routing rows [B * T] -> [B, L]."""
+    num_experts = adapter_for(model.config).num_experts(model.config)
+    indices = routing.indices.long().unflatten(0, (batch, -1))  # [B, T, L, k]
+    experts = indices.transpose(1, 2).flatten(2)  # [B, L, T * k]
+    used = torch.zeros(*experts.shape[:2], num_experts, dtype=torch.bool, device=experts.device)
+    return used.scatter_(2, experts, True).sum(dim=2)
+
+
+def check_pair(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Raise UserError when draft and target do not have the same vocabulary."""
+    ours, theirs = target.config.vocab_size, draft.config.vocab_size
+    if ours != theirs:
+        raise UserError(f"the draft has a vocabulary of {theirs} tokens, the target one of {ours}: draft with a "
+                        f"quantised copy of the target, or with a model that shares its tokenizer")  # fmt: skip
+
+
+def check_length(target: PreTrainedModel, prompts: Tensor, further_tokens: int) -> None:
+    """Raise UserError when prompts [B, P] and what is to come exceed the context."""
+    limit, needed = target.config.max_position_embeddings, prompts.shape[1] + further_tokens
+    if prompts.shape[1] < 2:
+        raise UserError("a prompt needs at least 2 tokens: one for the shared prefix and one to go on from")
+    if needed > limit:
+        raise UserError(f"prompt, new tokens and draft window need {needed} positions, the model has {limit}: ask for "
+                        f"{needed - limit} new tokens less or shorten the prompt")  # fmt: skip
