@@ -27,6 +27,7 @@ class Context:
     models: tuple[str, ...]  # zoo names, folders or hub ids
     fresh: bool  # measure again even what is in the cache
     cache: Path  # for quantised models and traces: content-addressed, shared by all experiments
+    runner: str = "local"  # where rows are computed (experiments/jobs.py); changes no value
 
     @property
     def folder_name(self) -> str:

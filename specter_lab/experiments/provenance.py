@@ -55,6 +55,7 @@ def describe(context: Context, inputs: Mapping[str, str], wall_s: float) -> dict
         "tier": context.tier,
         "models": list(context.models),
         "seed": context.seed,
+        "runner": context.runner,
         "command": _command(context),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_s": round(wall_s, 1),

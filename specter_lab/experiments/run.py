@@ -17,7 +17,13 @@ from specter_lab.experiments.results import Result
 
 
 def run(
-    experiment: str, *, tier: str = "cpu", seed: int = 0, fresh: bool = False, models: Sequence[str] = ()
+    experiment: str,
+    *,
+    tier: str = "cpu",
+    seed: int = 0,
+    fresh: bool = False,
+    models: Sequence[str] = (),
+    runner: str = "local",
 ) -> Result:
     """The result of an experiment, measured now unless you already have it for the same inputs, seed and code.
 
@@ -27,11 +33,12 @@ def run(
         seed: of everything random.
         fresh: measure again, whatever is in the cache.
         models: zoo names, folders or hub ids to measure instead of the tier's own.
+        runner: where rows are computed, "local" or "ray".
 
     Raises:
         UserError: unknown experiment, a tier it does not have, a model that cannot be loaded, a row that failed.
     """
-    context = context_for(experiment, tier=tier, seed=seed, fresh=fresh, models=models)
+    context = context_for(experiment, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner)
     module = import_module(find(experiment).module)
     inputs = module.inputs(context)
     mine = results.read(context.experiment, context.folder_name, paths.RESULTS)
@@ -61,10 +68,12 @@ def load_or_run(experiment: str, *, tier: str = "cpu", seed: int = 0, models: Se
     return run(experiment, tier=tier, seed=seed, models=models)
 
 
-def context_for(experiment: str, *, tier: str, seed: int, fresh: bool = False, models: Sequence[str] = ()) -> Context:
+def context_for(
+    experiment: str, *, tier: str, seed: int, fresh: bool = False, models: Sequence[str] = (), runner: str = "local"
+) -> Context:
     """The context of a run. Raises UserError for an unknown experiment or tier."""
     row = find(experiment)
     if tier not in TIERS:
         raise UserError(f"no tier '{tier}': give one of {', '.join(TIERS)}")
     check_tier(row, tier)
-    return Context(row.id, tier, seed, tuple(models) or DEFAULT_MODELS[tier], fresh, paths.CACHE)
+    return Context(row.id, tier, seed, tuple(models) or DEFAULT_MODELS[tier], fresh, paths.CACHE, runner)

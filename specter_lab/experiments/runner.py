@@ -19,7 +19,13 @@ NOTEBOOKS = paths.ROOT / "notebooks"
 
 
 def reproduce(
-    name: str, *, tier: str = "cpu", seed: int = 0, fresh: bool = False, models: Sequence[str] = ()
+    name: str,
+    *,
+    tier: str = "cpu",
+    seed: int = 0,
+    fresh: bool = False,
+    models: Sequence[str] = (),
+    runner: str = "local",
 ) -> Result:
     """Run an experiment, execute its notebook headless over the result, and print paper / recorded / yours.
 
@@ -30,7 +36,7 @@ def reproduce(
         UserError: whatever the run or a notebook cell says the user can put right.
     """
     experiment = find(name)
-    result = run(name, tier=tier, seed=seed, fresh=fresh, models=models)
+    result = run(name, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner)
     print(f"{experiment.id}: rows, claims and figure are in {_shown(result.folder)}")
     notebook = NOTEBOOKS / f"{experiment.id}.ipynb"
     with TemporaryDirectory() as folder:

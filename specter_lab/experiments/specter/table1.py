@@ -32,6 +32,7 @@ REQUESTS_PER_SET = 40  # five sets: 200 requests
 TEACHER_FORCED, FREE_RUNNING = "teacher-forced", "free-running"
 GGUF_BY_BITS = ("gguf-q2_k", "gguf-q3_k", "gguf-q4_0", "gguf-q4_k", "gguf-q5_k", "gguf-q6_k", "gguf-q8_0")
 COSTS = {"gptqmodel-gptq": 12.0, "gptqmodel-awq": 14.0, "autoawq": 14.0, None: 1.0}  # seconds, roughly
+TICKS = (0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)  # of the figure
 PAPER_MEANS = {"GGUF Q2": 0.9296, "GGUF Q8": 0.9938}  # Specter [S]; the table's cells are not known
 
 
@@ -130,29 +131,34 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot(rows: pd.DataFrame) -> Figure:
-    """Mean overlap against measured bits per weight, one panel per model."""
+    """Mean overlap (on a scale that is logarithmic in the misses) against measured bits per weight, one panel a model."""
     shown = summary(rows).assign(family=lambda t: t["quantizer"].map(_family))
     models = list(dict.fromkeys(rows["model"]))
-    figure, axes = plt.subplots(1, len(models), figsize=(4.1 * len(models), 3.7), sharey=True, squeeze=False)
     families = list(dict.fromkeys(shown["family"]))
     colors = dict(zip(families, sns.color_palette("colorblind", len(families))))
     markers = dict(zip(families, "osD^vPX"))
+    figure, axes = plt.subplots(
+        1, len(models), figsize=(3.9 * len(models), 4), sharey=True, squeeze=False, constrained_layout=True
+    )
     for axis, model in zip(axes[0], models):
         for name, part in shown[shown["model"] == model].groupby("family", sort=False):
             part = part.sort_values("bits_per_weight")
-            errors = np.abs(part[["overlap_ci_low", "overlap_ci_high"]].T.to_numpy() - part["overlap_mean"].to_numpy())
+            missed = 1 - part[["overlap_mean", "overlap_ci_low", "overlap_ci_high"]].T.to_numpy()
             axis.errorbar(
-                part["bits_per_weight"], part["overlap_mean"], yerr=errors, label=name, color=colors[name],
+                part["bits_per_weight"], missed[0], yerr=np.abs(missed[1:] - missed[0]), label=name, color=colors[name],
                 marker=markers[name], markersize=5, linewidth=1, capsize=2, alpha=0.9,
             )  # fmt: skip
         for label, value in PAPER_MEANS.items():
-            axis.axhline(value, color="0.5", linewidth=0.8, linestyle=":")
-            axis.annotate(f"paper, {label} mean", (9.3, value), fontsize=7, color="0.4", ha="right", va="bottom")
-        axis.set(title=model, xlabel="measured bits per expert weight", xlim=(1.8, 9.4))
+            axis.axhline(1 - value, color="0.5", linewidth=0.8, linestyle=":")
+            axis.annotate(f"paper, {label} mean", (9.4, 1 - value), fontsize=7, color="0.35", ha="right", va="bottom")
+        axis.set(title=model, xlabel="measured bits per expert weight", xlim=(1.8, 9.5), yscale="log")
         axis.grid(alpha=0.25)
+    axes[0, 0].invert_yaxis()
+    axes[0, 0].set_yticks([1 - tick for tick in TICKS], [f"{100 * tick:g} %" for tick in TICKS])
+    axes[0, 0].minorticks_off()
     axes[0, 0].set_ylabel("routed experts kept\n(mean overlap, 95 % interval over requests)")
-    axes[0, -1].legend(fontsize=8, loc="lower right", title=None)
-    figure.tight_layout()
+    handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), fontsize=8)
     plt.close(figure)
     return figure
 

@@ -1,0 +1,92 @@
+"""The runner that needs nothing: one process per core of this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
+
+import psutil
+
+from specter_lab.experiments.context import Context
+from specter_lab.experiments.job import Job, Outcome, Rows, WorkerLost, timed
+
+WORKER_BYTES = 2 * 2**30  # one process with torch, a zoo model and its quantised copy
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def worker_count(context: Context, jobs: int) -> int:
+    """Processes to use: one per core on the cpu tier as far as memory goes, one where a model fills the machine."""
+    if context.tier != "cpu":
+        return 1
+    by_memory = int(psutil.virtual_memory().available // WORKER_BYTES)
+    return max(1, min(len(os.sched_getaffinity(0)), by_memory, jobs))
+
+
+def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
+    """Outcomes as they come. However it ends, Ctrl-C and closing included, no process is left behind."""
+    workers = worker_count(context, len(jobs))
+    spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    with _one_thread_each(workers):
+        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
+        try:
+            numbers = {pool.submit(timed, job.function, dict(job.arguments)): i for i, job in enumerate(jobs)}
+            for future in as_completed(numbers):
+                yield numbers[future], partial(_outcome, future)
+        except BaseException:
+            _kill(multiprocessing.active_children())
+            pool.shutdown(cancel_futures=True)
+            raise
+        pool.shutdown()
+
+
+def _outcome(future: Future) -> tuple[Rows, float]:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise WorkerLost from error
+
+
+def _start_worker() -> None:
+    """Leave Ctrl-C to the parent, and do not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        parent.join()
+        _kill(psutil.Process().children(recursive=True))
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _kill(processes: Sequence) -> None:
+    """Kill processes and everything they started themselves."""
+    for process in processes:
+        try:
+            family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for member in family:
+                member.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+@contextmanager
+def _one_thread_each(workers: int) -> Iterator[None]:
+    """Workers read these when they start: one thread per process as soon as there are two."""
+    before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+    if workers > 1:
+        os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
