@@ -5,6 +5,7 @@ SEED ?= 0
 LOCK := requirements.lock
 STAMP := .venv/.stamp
 AUTOAWQ_LOCK := specter_lab/compress/autoawq.lock
+RAY_LOCK := specter_lab/experiments/ray.lock
 TOY_DIR := artifacts/cache/toy
 
 BOOTSTRAP := $(or $(shell command -v python3 2>/dev/null),$(shell command -v python 2>/dev/null),\
@@ -12,7 +13,9 @@ BOOTSTRAP := $(or $(shell command -v python3 2>/dev/null),$(shell command -v pyt
 SETUP = $(BOOTSTRAP) -m specter_lab.setup_env
 PY := .venv/bin/python
 LAB := $(PY) -m specter_lab.cli
-RUN_OPTIONS = --tier $(TIER) --seed $(SEED) $(if $(FRESH),--fresh) $(if $(MODELS),--models $(MODELS))
+RUN_OPTIONS = --tier $(TIER) --seed $(SEED) $(if $(FRESH),--fresh) $(if $(MODELS),--models $(MODELS)) \
+	$(if $(RUNNER),--runner $(RUNNER))
+LAB_PARAMETERS := MODEL QUANTIZER PROMPTS REQUESTS MAX_TOKENS DEPTH PROFILE MEMORY_GB
 
 export PYTHON TORCH_INDEX
 export PYTHONPATH := $(CURDIR)
@@ -20,7 +23,7 @@ export GPTQMODEL_CPU_WORKERS ?= 2
 export GPTQMODEL_DISABLE_PACK_EXT ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-autoawq test reproduce-all record readme train-zoo lab clean FORCE
+.PHONY: help setup setup-autoawq setup-ray test reproduce-all record readme train-zoo lab clean FORCE
 
 help: ## this list
 	@$(BOOTSTRAP) -m specter_lab.experiments.help
@@ -30,6 +33,9 @@ setup: ## install everything into .venv (2 minutes, 4 GB of disk); goes on after
 
 setup-autoawq: ## install the optional second AWQ engine into .venv-autoawq
 	@$(SETUP) --venv .venv-autoawq --lock $(AUTOAWQ_LOCK)
+
+setup-ray: $(STAMP) ## add Ray to .venv, for RUNNER=ray on many machines (10 seconds, 200 MB)
+	@$(SETUP) --lock $(RAY_LOCK) --stamp .stamp-ray
 
 test: $(STAMP) ## the whole test suite; ARGS="-k name" for a part of it
 	$(PY) -m pytest $(ARGS)
@@ -64,6 +70,11 @@ reproduce-%: $(STAMP)
 
 record-%: $(STAMP)
 	$(LAB) record $* --tier $(TIER)
+
+# One rule for every lab notebook: make lab-your-model MODEL=path/to/checkpoint PROMPTS=mine.txt
+lab-%: $(STAMP)
+	$(LAB) lab lab-$* $(foreach name,$(LAB_PARAMETERS),$(if $($(name)),"$(name)=$($(name))")) \
+		$(if $(filter-out 0,$(SEED)),seed=$(SEED))
 
 # The script compares the stamp with the lock file itself, so it is asked every time; that takes 0.1 s.
 $(STAMP): FORCE

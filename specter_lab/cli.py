@@ -28,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         where = f" (writing {error.filename})" if error.filename else ""
         return _fail(
-            f"the disk is full{where}: free some space (`make clean` removes caches and results) and run the same "
-            f"command again, nothing half-written is kept",
+            f"the disk is full{where}: free some space (artifacts/cache/quantized can always be made again) or set "
+            f"SPECTER_LAB_OUT to a folder on another disk, and run the same command again; finished rows are kept",
             EXIT_USER_ERROR,
         )
     return 0
@@ -51,9 +51,29 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("id", help="experiment id or alias, or 'all'")
     command.add_argument("--tier", default="cpu", help=f"{', '.join(TIERS)} (default: cpu)")
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--fresh", action="store_true", help="measure again, whatever is in the cache")
+    command.add_argument("--fresh", action="store_true", help="compute the rows again; quantised models are kept")
     command.add_argument("--models", nargs="+", default=(), metavar="MODEL", help="zoo names, folders or hub ids")
+    command.add_argument("--runner", default="local", help="where rows are computed: local (default) or ray")
     command.set_defaults(function=_reproduce)
+
+    command = commands.add_parser("measure", help="routing, acceptance and predicted K* of a model of your own")
+    command.add_argument("model", metavar="MODEL", help="zoo name, folder or hub id")
+    command.add_argument("--quantizer", default="gptq-int4", help="name, or a quantised checkpoint (default: gptq-int4)")
+    command.add_argument("--prompts", nargs="+", default=None, metavar="FILE", help=".txt, .jsonl, or prompt sets")
+    command.add_argument("--requests", type=int, default=20, help="prompts of each (default: 20)")
+    command.add_argument("--max-tokens", type=int, help="cut prompts to so many tokens (default: all)")
+    command.add_argument("--depth", type=int, default=16, help="largest K (default: 16)")
+    command.add_argument("--profile", default=None, help="machine of the prediction (default: the paper's A100)")
+    command.add_argument("--memory-gb", type=float, help="its GPU memory (default: all it has)")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.set_defaults(function=_measure)
+
+    command = commands.add_parser("lab", help="execute a lab notebook headless")
+    command.add_argument("id", help="lab-your-model, ...")
+    command.add_argument("parameters", nargs="*", metavar="NAME=VALUE", help="of the notebook")
+    command.set_defaults(function=_lab)
 
     command = commands.add_parser("record", help="make your result the recorded one (artifacts/recorded)")
     command.add_argument("id", help="experiment id or alias, or 'all'")
@@ -76,16 +96,36 @@ def _reproduce(options: argparse.Namespace) -> None:
     ids = _ids(options.id, options.tier)
     from specter_lab.experiments.runner import reproduce
 
+    how = {name: getattr(options, name) for name in ("tier", "seed", "fresh", "models", "runner")}
     failed = []
     for name in ids:
         try:
-            reproduce(name, tier=options.tier, seed=options.seed, fresh=options.fresh, models=options.models)
+            reproduce(name, **how)
         except UserError as error:
             if len(ids) == 1:
                 raise
             failed.append(f"{name} ({error})")
     if failed:
         raise UserError(f"{len(failed)} of {len(ids)} experiments failed: {'; '.join(failed)}")
+
+
+def _measure(options: argparse.Namespace) -> None:
+    from specter_lab.experiments.lab.your_model import measure_model
+
+    names = ("quantizer", "prompts", "requests", "max_tokens", "depth", "profile", "memory_gb", "seed", "device")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    report = measure_model(options.model, on_step=lambda text: print(f"{text} ...", file=sys.stderr), **given)
+    print(report.to_json() if options.json else report.to_text())
+
+
+def _lab(options: argparse.Namespace) -> None:
+    from specter_lab.experiments.runner import run_lab
+
+    for word in options.parameters:
+        if "=" not in word:
+            raise UserError(f"'{word}' is no parameter: write NAME=VALUE")
+    given = {name.lower(): value for name, value in (word.split("=", 1) for word in options.parameters)}
+    print(f"executed: {run_lab(options.id, given)}")
 
 
 def _record(options: argparse.Namespace) -> None:

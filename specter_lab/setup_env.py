@@ -50,12 +50,14 @@ def main():
     parser = argparse.ArgumentParser(description="Create or complete a virtual environment from a lock file.")
     parser.add_argument("--venv", default=".venv")
     parser.add_argument("--lock", default="requirements.lock")
+    parser.add_argument("--stamp", default=".stamp", help="file in the environment that says it is complete")
     parser.add_argument("--editable", action="store_true", help="install this project as well")
     parser.add_argument("--quiet", action="store_true", help="say nothing when there is nothing to do")
     parser.add_argument("--index", default=os.environ.get("TORCH_INDEX", ""), help="an extra package index (for torch)")
     options = parser.parse_args()
     try:
-        set_up(ROOT / options.venv, ROOT / options.lock, options.editable, options.index, options.quiet)
+        venv = ROOT / options.venv
+        set_up(venv, ROOT / options.lock, options.editable, options.index, options.quiet, venv / options.stamp)
     except SetupError as error:
         print("setup: %s" % error, file=sys.stderr)
         return 1
@@ -65,9 +67,9 @@ def main():
     return 0
 
 
-def set_up(venv, lock, editable, index, quiet):
-    """Make `venv` hold the packages of `lock`; does nothing when its stamp says so. Raises SetupError."""
-    stamp, key = venv / ".stamp", stamp_key(lock, editable)
+def set_up(venv, lock, editable, index, quiet, stamp):
+    """Make `venv` hold the packages of `lock`; does nothing when the file `stamp` says so. Raises SetupError."""
+    key = stamp_key(lock, editable)
     if stamp.exists() and stamp.read_text() == key and python_of(venv).exists():
         if not quiet:
             print("%s is complete (%s)" % (venv.name, lock.name))
@@ -77,7 +79,7 @@ def set_up(venv, lock, editable, index, quiet):
     check_disk()
     create(venv, python, clock)
     repair(venv, clock)
-    clock.say("packages of %s (about 2 minutes; log in %s/setup.log)" % (lock.name, venv.name))
+    clock.say("packages of %s (up to 2 minutes; log in %s/setup.log)" % (lock.name, venv.name))
     pip(venv, ["-r", str(lock)] + (["--extra-index-url", index] if index else []), clock)
     if editable:
         clock.say("this project, editable")

@@ -15,13 +15,14 @@ from packaging.utils import canonicalize_name
 from specter_lab.experiments import compare
 from specter_lab.experiments.claims import claims_of, read_claims
 from specter_lab.experiments.help import experiment_targets, house_targets
-from specter_lab.experiments.registry import DEFAULT_MODELS, EXPERIMENTS, TIERS
+from specter_lab.experiments.registry import DEFAULT_MODELS, EXPERIMENTS, LABS, TIERS
 from specter_lab.paths import CLAIMS, ROOT
 
 TOP_LEVEL = {
     "notebooks", "specter_lab", "artifacts", "data", "environment.yml", "Makefile", "tests", "README.md",
     "pyproject.toml", "requirements.lock", "LICENSE", "NOTICE", "CITATION.cff", ".gitignore", ".ci",
 }  # fmt: skip
+RAY_LOCK = ROOT / "specter_lab" / "experiments" / "ray.lock"  # what `make setup-ray` adds
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".ipynb", ".cff", ".json", ".csv", ".lock", ".txt", ""}
 MACHINE_PATH = re.compile(r"(?<![\w.~])/(?:work|root|home|Users|opt|tmp)/\w")
@@ -36,8 +37,8 @@ def project_files():
     return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
 
 
-def pins():
-    lines = (ROOT / "requirements.lock").read_text().split()
+def pins(lock=ROOT / "requirements.lock"):
+    lines = lock.read_text().split()
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 
@@ -51,13 +52,20 @@ def test_top_level_is_exact():
 
 
 def test_ids_are_the_same_everywhere():
-    ids = set(EXPERIMENTS)
-    assert {notebook.stem for notebook in NOTEBOOKS} == ids
+    ids, labs = set(EXPERIMENTS), set(LABS)
+    assert {notebook.stem for notebook in NOTEBOOKS} == ids | labs
     assert {claim_id.split("/")[0] for claim_id in read_claims(CLAIMS)} >= ids
     targets = set(re.findall(r"^  (reproduce-\S+)", help_text(), flags=re.MULTILINE)) - {"reproduce-all"}
     assert targets == {target for row in EXPERIMENTS.values() for target in experiment_targets(row)}
     for folder in (ROOT / "artifacts" / "recorded").glob("*"):
         assert folder.name in ids
+
+
+def test_labs_are_told_apart_by_their_prefix_and_claim_nothing():
+    lab_targets = set(re.findall(r"^  (lab-\S+)", help_text(), flags=re.MULTILINE))
+    assert {notebook.stem for notebook in NOTEBOOKS if notebook.stem.startswith("lab-")} == set(LABS) == lab_targets
+    assert not any(claim_id.startswith("lab-") for claim_id in read_claims(CLAIMS))
+    assert not any(name.startswith("lab-") for row in EXPERIMENTS.values() for name in (row.id, *row.aliases))
 
 
 def test_every_experiment_has_claims_and_known_tiers():
@@ -98,9 +106,10 @@ def test_conda_installs_the_same_pins():
 def test_ranges_admit_the_pins():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = project["dependencies"] + [line for extra in project["optional-dependencies"].values() for line in extra]
+    locked = pins() | pins(RAY_LOCK)
     for line in ranges:
         requirement = Requirement(line)
-        assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)]), line
+        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), line
 
 
 def test_this_environment_is_the_locked_one():
@@ -123,7 +132,7 @@ def test_notebook_is_clean_and_takes_parameters(notebook):
     parameters = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
     assert len(parameters) == 1
     names = set(re.findall(r"^(\w+) = ", "".join(parameters[0]["source"]), flags=re.MULTILINE))
-    assert {"tier", "seed", "models"} <= names
+    assert {"model", "seed"} <= names if notebook.stem in LABS else {"tier", "seed", "models"} <= names
 
 
 def test_readme_is_short_and_shows_the_recorded_results():

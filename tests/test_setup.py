@@ -70,7 +70,7 @@ def test_the_stamp_follows_the_lock(tmp_path, capsys):
     lock.write_text("# nothing\n")
 
     def set_up():
-        setup_env.set_up(venv, lock, editable=False, index="", quiet=False)
+        setup_env.set_up(venv, lock, editable=False, index="", quiet=False, stamp=venv / ".stamp")
         return capsys.readouterr().out
 
     assert "virtual environment env with" in set_up()

@@ -1,4 +1,4 @@
-"""AWQ by autoawq, as a process of its own in an environment of its own (requirements/autoawq.txt), routed experts only.
+"""AWQ by autoawq, as a process of its own in an environment of its own (autoawq.lock), routed experts only.
 
     .venv-autoawq/bin/python -m specter_lab.compress.autoawq_job SOURCE DESTINATION --method awq --bits 4 \\
         --calibration ids.npy
@@ -49,11 +49,13 @@ from specter_lab.errors import UserError
 
 MODEL_TYPE = "deepseek_v2"
 BITS = 4
+SEARCH_SEQUENCES = 16  # about so many are enough to choose among 20 scales; gptqmodel's search takes as many
 NOT_EXPERTS = ["self_attn", "shared_experts", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 NOTES = (
     "group size is the greatest power of two up to 128 that divides the row; arithmetic in the checkpoint's own type; "
-    "clipping is searched on 128 to 255 tokens; scales are in post_attention_layernorm, not compensated in router and "
-    "shared experts: read the experts through specter_lab.compress.awq"
+    "scales of gate and up are searched on 16 to 31 sequences, clipping on 128 to 255 tokens; scales are in "
+    "post_attention_layernorm, not compensated in router and shared experts: read the experts through "
+    "specter_lab.compress.awq"
 )
 
 
@@ -64,8 +66,16 @@ class _Features(dict):
         return None
 
 
+def _copy_values(_module: nn.Module, state_dict: dict[str, Tensor], *_) -> None:
+    for name, value in state_dict.items():
+        state_dict[name] = value.clone()
+
+
 class RoutedExpertsQuantizer(AwqQuantizer):
-    """autoawq's quantiser on rows of any width; an expert without calibration tokens gets its layer's scales only."""
+    """autoawq's quantiser on a CPU and on rows of any width.
+
+    An expert without calibration tokens gets its layer's scales and no clipping.
+    """
 
     def __init__(self, *args, **kwargs) -> None:
         self.tokens_per_expert: dict[int, list[int]] = {}
@@ -88,6 +98,14 @@ class RoutedExpertsQuantizer(AwqQuantizer):
     def _search_best_scale(self, module, prev_op, layers, *args, **kwargs):
         self._use_group_of(layers[0].in_features)
         return super()._search_best_scale(module, prev_op, layers, *args, **kwargs)
+
+    def _compute_best_scale(self, x, w_mean, x_mean, module2inspect, *args):
+        # The search restores weights from `.cpu()` of the state, on a CPU the very tensors that it scales in place.
+        hook = module2inspect.register_state_dict_post_hook(_copy_values)
+        try:
+            return super()._compute_best_scale(x, w_mean, x_mean, module2inspect, *args)
+        finally:
+            hook.remove()
 
     def _search_best_clip(self, layer, named_linears, input_feat):
         reached = {name: linear for name, linear in named_linears.items() if input_feat[name] is not None}
@@ -114,8 +132,10 @@ def _routed_experts_only(scaling_groups):
         groups = []
         for group in scaling_groups(module, input_feat, module_kwargs):
             layers = [linear for linear in group["layers"] if id(linear) in routed]
-            if layers and group["inp"] is not None:
-                groups.append({**group, "layers": layers})
+            inputs = group["inp"]  # [N, T, H] before the router, [T_e, I] in an expert
+            if layers and inputs is not None:
+                step = max(1, len(inputs) // SEARCH_SEQUENCES) if inputs.dim() == 3 else 1
+                groups.append({**group, "layers": layers, "inp": inputs[::step].contiguous()})
         return groups
 
     return get_layers_for_scaling

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from specter_lab.errors import UserError
 from specter_lab.paths import DATA
 
-CALIBRATION = DATA / "calibration" / "calibration.jsonl"  # disjoint from the evaluation text (DATA.md)
+CALIBRATION = DATA / "calibration" / "calibration.jsonl"  # disjoint from the evaluation text
 SEQUENCES = 128
 LENGTH = 256  # tokens
 SEQUENCES_PER_PASS = 8  # that go through a model at a time

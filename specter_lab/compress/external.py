@@ -88,7 +88,7 @@ def _follow(command: list[str], folder: str, log: Path, threads: int, on_progres
             raise
     if process.returncode == 0:
         return None
-    if process.returncode < 0:
+    if process.returncode < 0 and error is None:
         return f"it was killed by signal {-process.returncode}, which is what happens when memory runs out"
     return error or last_line
 

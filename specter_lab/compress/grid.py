@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specter_lab.errors import UserError
+from specter_lab.models.experts import ExpertBank
 
 BITS = (2, 3, 4, 8)
 GROUP = 128
@@ -73,6 +74,11 @@ def round_to_nearest(weights: Tensor, bits: int, group: int = GROUP) -> Codes:
     scales = scale_for(grouped.abs().amax(dim=-1), bits)  # [E, out, G]
     codes = round_to_codes(grouped, scales.unsqueeze(-1), bits)
     return Codes(codes.flatten(-2).to(torch.int8), scales, bits)
+
+
+def dequantize_bank(coded: CodedBank) -> ExpertBank:
+    """The bank as its codes read it back, float32."""
+    return ExpertBank(coded.layer, dequantize(coded.gate), dequantize(coded.up), dequantize(coded.down))
 
 
 def dequantize(coded: Codes) -> Tensor:

@@ -8,12 +8,13 @@ the nibble as an unsigned number and subtract 8 once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from specter_lab.compress import rtn
-from specter_lab.compress.grid import CodedBank, Codes, dequantize
+from specter_lab.compress import grid, rtn
+from specter_lab.compress.grid import CodedBank, Codes
 from specter_lab.models.experts import ExpertBank
 
 INT4_BITS = 4
@@ -79,5 +80,14 @@ def quantize_bank(bank: ExpertBank) -> Int4Bank:
 
 def dequantize_bank(packed: Int4Bank) -> ExpertBank:
     """Effective float32 weights of a bank in the INT4 layout."""
-    coded = unpack_bank(packed)
-    return ExpertBank(coded.layer, dequantize(coded.gate), dequantize(coded.up), dequantize(coded.down))
+    return grid.dequantize_bank(unpack_bank(packed))
+
+
+@cache
+def int4_expert_bytes(hidden_size: int, expert_width: int) -> int:
+    """Bytes of one routed expert in the INT4 layout, codes and scales, counted on tensors without memory."""
+    with torch.device("meta"):
+        gate, up = torch.empty(2, 1, expert_width, hidden_size)  # [1, I, H] each
+        down = torch.empty(1, hidden_size, expert_width)
+    packed = quantize_bank(ExpertBank(0, gate, up, down))
+    return sum(part.packed.nbytes + part.scales.nbytes for part in (packed.gate, packed.up, packed.down))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from specter_lab.errors import UserError
 from specter_lab.models.experts import read_banks
 from specter_lab.models.load import LoadedModel
 
-FORMAT_VERSION = 1  # raise it when what is written changes: older cache entries are then made again
+HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,16 @@ def _versions(quantizer: Quantizer) -> dict[str, str]:
     return versions
 
 
+@cache
+def _code_digest() -> str:
+    """sha256 over this package and models/: what they make is made again when they change."""
+    files = sorted(file for folder in (HERE, HERE.parent / "models") for file in folder.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def _entry(cache_dir: Path, source: LoadedModel, what: str, **identity: object) -> Path:
     """The folder of something made from `source`, named by everything that decides its content."""
-    identity |= {"what": what, "model": source.digest, "format": FORMAT_VERSION}
+    identity |= {"what": what, "model": source.digest, "dtype": str(source.model.dtype), "code": _code_digest()}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return cache_dir / f"{source.name.replace('/', '--')}-{what}-{key[:16]}"
 

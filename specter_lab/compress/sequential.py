@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from specter_lab.compress.calibration import SEQUENCES_PER_PASS
 from specter_lab.compress.gptq import LayerInputs
-from specter_lab.compress.grid import CodedBank, dequantize
+from specter_lab.compress.grid import CodedBank, dequantize_bank
 from specter_lab.models.experts import ExpertBank, read_bank
 from specter_lab.models.load import LoadedModel
 from specter_lab.models.routing import Routing, observe_routing
@@ -44,11 +44,9 @@ def _run(layer: nn.Module, weights: dict[str, Tensor], hidden: Tensor, arguments
 
 def _quantized_weights(coded: CodedBank, dtype: torch.dtype) -> dict[str, Tensor]:
     """The parameters of a decoder layer that a quantised bank replaces."""
-    fused = torch.cat((dequantize(coded.gate), dequantize(coded.up)), dim=1)  # [E, 2I, H]
-    return {
-        "mlp.experts.gate_up_proj": fused.to(dtype),
-        "mlp.experts.down_proj": dequantize(coded.down).to(dtype),
-    }
+    bank = dequantize_bank(coded)
+    fused = torch.cat((bank.gate, bank.up), dim=1)  # [E, 2I, H]
+    return {"mlp.experts.gate_up_proj": fused.to(dtype), "mlp.experts.down_proj": bank.down.to(dtype)}
 
 
 @torch.no_grad()

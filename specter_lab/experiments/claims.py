@@ -16,6 +16,7 @@ paper's, and anything simulated, is a trend at best.
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,11 @@ def read_claims(path: Path) -> dict[str, Claim]:
 def claims_of(experiment_id: str) -> list[Claim]:
     """The claims whose id starts with an experiment's id, in the order of the file."""
     return [claim for claim in read_claims(paths.CLAIMS).values() if claim.id.split("/")[0] == experiment_id]
+
+
+def claims_digest(experiment_id: str) -> str:
+    """sha256 over an experiment's claims: verdicts given on other claims or tolerances are stale."""
+    return hashlib.sha256(repr(claims_of(experiment_id)).encode()).hexdigest()
 
 
 def share_of_pairs_in_order(values: Sequence[float]) -> float:

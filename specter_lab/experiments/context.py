@@ -25,7 +25,7 @@ class Context:
     tier: str
     seed: int
     models: tuple[str, ...]  # zoo names, folders or hub ids
-    fresh: bool  # measure again even what is in the cache
+    fresh: bool  # compute the rows again even if the cache has them; quantised models are kept
     cache: Path  # for quantised models and traces: content-addressed, shared by all experiments
     runner: str = "local"  # where rows are computed (experiments/jobs.py); changes no value
 

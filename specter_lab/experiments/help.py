@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from specter_lab.experiments.registry import EXPERIMENTS, Experiment
+from specter_lab.experiments.registry import EXPERIMENTS, LABS, Experiment
 
 MAKEFILE = Path(__file__).resolve().parents[2] / "Makefile"
-USAGE = "make TARGET [TIER=cpu|gpu|paper] [SEED=0] [FRESH=1] [MODELS='qwen-nano path/to/folder org/name']"
+USAGE = "make TARGET [TIER=cpu|gpu|paper] [SEED=0] [FRESH=1] [MODELS='qwen-nano path/to/folder org/name'] [RUNNER=ray]"
 
 
 def house_targets() -> list[tuple[str, str]]:
@@ -31,6 +31,7 @@ def render() -> str:
             what = f"{row.paper}, {row.figure}: {row.title}" if tier == row.tiers[0] else "the same, TIER=" + tier
             table.append((target, tier, str(row.minutes[tier] or "?"), what))
         table += [(alias, "", "", f"short for {target}") for alias in aliases]
+    table += [(row.id, "", str(row.minutes), row.title) for row in LABS.values()]
     width = max(len(line[0]) for line in table)
     lines = [f"  {target:<{width}}  {tier:<5}  {minutes:>7}  {what}" for target, tier, minutes, what in table]
     return "\n".join([USAGE, "", *lines, "", "MINUTES are counted once installed; ? = never timed."])

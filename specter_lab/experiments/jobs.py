@@ -102,5 +102,8 @@ def _load(file: Path) -> Rows | None:
 def _store(file: Path, job: Job, rows: Rows, seconds: float) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     half = file.with_suffix(f".{os.getpid()}")
-    half.write_text(json.dumps({"name": job.name, "seconds": round(seconds, 2), "rows": rows}))
-    os.replace(half, file)
+    try:
+        half.write_text(json.dumps({"name": job.name, "seconds": round(seconds, 2), "rows": rows}))
+        os.replace(half, file)
+    finally:
+        half.unlink(missing_ok=True)

@@ -14,12 +14,14 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
 import psutil
 
 from specter_lab import paths
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.registry import find
+from specter_lab.models.load import shown_name
 
 PACKAGES = (
     "torch", "transformers", "safetensors", "tokenizers", "numpy", "pandas", "pyarrow", "gptqmodel", "defuser", "gguf",
@@ -28,13 +30,18 @@ PACKAGES = (
 MEASURING_PACKAGES = ("models", "compress", "measure", "plan", "engine")
 
 
-@cache
 def code_digest(experiment: str) -> str:
-    """sha256 over the source that can change an experiment's values: the measuring packages and its module's folder."""
+    """sha256 over the source that can change an experiment's values."""
+    return source_digest(find(experiment).module)
+
+
+@cache
+def source_digest(module: str) -> str:
+    """sha256 over the source of the measuring packages and of an experiment module's folder, and package versions."""
     package = paths.ROOT / "specter_lab"
-    own_folder = Path(find_spec(find(experiment).module).origin).parent
+    own_folder = Path(find_spec(module).origin).parent
     files = [file for part in MEASURING_PACKAGES for file in sorted((package / part).rglob("*.py"))]
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(repr(sorted(_packages().items())).encode())
     for file in files + sorted(own_folder.glob("*.py")):
         digest.update(f"{file.parent.name}/{file.name}\n".encode())
         digest.update(file.read_bytes())
@@ -53,17 +60,18 @@ def describe(context: Context, inputs: Mapping[str, str], wall_s: float) -> dict
     return {
         "experiment": context.experiment,
         "tier": context.tier,
-        "models": list(context.models),
+        "models": [shown_name(model) for model in context.models],
         "seed": context.seed,
         "runner": context.runner,
         "command": _command(context),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_s": round(wall_s, 1),
+        "peak_process_gib": round(max(getrusage(who).ru_maxrss for who in (RUSAGE_SELF, RUSAGE_CHILDREN)) / 2**20, 2),
         "question": question_digest(context, inputs),
         "code_sha256": code_digest(context.experiment),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain")),
-        "inputs": dict(inputs),
+        "uncommitted_changes": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
+        "inputs": {shown_name(name): digest for name, digest in inputs.items()},
         "machine": _machine(),
         "packages": _packages(),
     }
@@ -79,7 +87,7 @@ def question_digest(context: Context, inputs: Mapping[str, str]) -> str:
 def _command(context: Context) -> str:
     words = ["specter-lab", "reproduce", context.experiment, "--tier", context.tier, "--seed", str(context.seed)]
     if context.folder_name != context.tier:
-        words += ["--models", *(Path(name).name if Path(name).is_dir() else name for name in context.models)]
+        words += ["--models", *map(shown_name, context.models)]
     return shlex.join(words)
 
 

@@ -20,7 +20,8 @@ from functools import partial
 from specter_lab.errors import UserError
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.job import Job, Outcome, Rows, WorkerLost, timed
-from specter_lab.experiments.provenance import code_digest
+from specter_lab.experiments.provenance import source_digest
+from specter_lab.experiments.registry import find
 
 ATTEMPTS = 3  # times a row is started before it counts as lost; errors of the row itself are not tried again
 
@@ -33,17 +34,18 @@ def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome],
     """
     with _connected() as ray:
         row = ray.remote(max_retries=ATTEMPTS - 1, **_share_of_a_node(context, ray.nodes()))(_row)
-        code = code_digest(context.experiment)
-        numbers = {row.remote(context.experiment, code, j.function, dict(j.arguments)): i for i, j in enumerate(jobs)}
+        module = find(context.experiment).module
+        code = source_digest(module)
+        numbers = {row.remote(module, code, job.function, dict(job.arguments)): i for i, job in enumerate(jobs)}
         waiting = list(numbers)
         while waiting:
             (done,), waiting = ray.wait(waiting)
             yield numbers[done], partial(_outcome, ray, done)
 
 
-def _row(experiment: str, code: str, function: Callable[..., Rows], arguments: dict) -> tuple[Rows, float]:
-    """Runs on a node, which must have the code that the row will be stored under."""
-    if code_digest(experiment) != code:
+def _row(module: str, code: str, function: Callable[..., Rows], arguments: dict) -> tuple[Rows, float]:
+    """Runs on a node, whose source must be the one that the row will be stored under."""
+    if source_digest(module) != code:
         raise UserError(f"node {os.uname().nodename} has another version of the code: check out the same one there")
     return timed(function, arguments)
 
@@ -52,6 +54,9 @@ def _outcome(ray, done) -> tuple[Rows, float]:
     try:
         return ray.get(done)
     except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ray.exceptions.RaySystemError):  # the job never began: its function is not there
+            raise UserError(f"a node cannot load the row ({str(error.cause).splitlines()[0]}): start Ray there with "
+                            f"the `.venv/bin/ray` of a checkout that is set up") from error  # fmt: skip
         raise error.cause from error
     except ray.exceptions.RayError as error:  # everything else that Ray reports: worker, node or object lost
         raise WorkerLost from error

@@ -56,6 +56,34 @@ EXPERIMENTS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Lab:
+    """A notebook to work in. It measures what you give it, so it has no claims; `id` names its make target as well."""
+
+    id: str  # begins with "lab-"
+    title: str
+    minutes: int  # with the notebook's own parameters, on two cores
+
+
+LABS = {
+    row.id: row
+    for row in (
+        Lab("lab-your-model", "a model of yours: MODEL=... QUANTIZER=... PROMPTS='mine.txt' DEPTH=16 PROFILE=...", 1),
+    )
+}
+
+
+def find_lab(name: str) -> Lab:
+    """The lab notebook with that id.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in LABS:
+        raise UserError(f"no lab notebook '{name}': there are {', '.join(LABS)}")
+    return LABS[name]
+
+
 def find(name: str) -> Experiment:
     """The experiment with that id or alias.
 

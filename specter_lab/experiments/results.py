@@ -78,13 +78,8 @@ def write(
     return _existing(experiment, tier, paths.RESULTS)
 
 
-def latest(experiment: str, tier: str) -> Result | None:
-    """Your whole result if there is one, else the recorded one, else None. `.origin` says which."""
-    return read(experiment, tier, paths.RESULTS) or read(experiment, tier, paths.RECORDED)
-
-
 def read(experiment: str, tier: str, root: Path) -> Result | None:
-    """The result under `root` (paths.RESULTS or paths.RECORDED); None when absent, half-written or altered."""
+    """The result under `root` (paths.RESULTS or paths.RECORDED); None when absent, half-written, altered or outdated."""
     folder = root / experiment / tier
     if not folder.parent.is_dir():
         return None
@@ -93,10 +88,13 @@ def read(experiment: str, tier: str, root: Path) -> Result | None:
         files = _whole(folder)
     if files is None:
         return None
+    try:
+        verdicts = tuple(Verdict(**verdict) for verdict in json.loads(files["claims.json"]))
+    except (TypeError, KeyError):  # written by another version of this program
+        return None
     return Result(
         experiment, tier, "yours" if root == paths.RESULTS else "recorded", folder,
-        pd.read_csv(io.BytesIO(files["rows.csv"])),
-        tuple(Verdict(**verdict) for verdict in json.loads(files["claims.json"])), json.loads(files[MARKER]),
+        pd.read_csv(io.BytesIO(files["rows.csv"])), verdicts, json.loads(files[MARKER]),
     )  # fmt: skip
 
 
@@ -105,18 +103,37 @@ def add_notebook(result: Result, notebook: Path) -> Result:
 
     Raises:
         ValueError: the notebook is larger than a result may be.
+        UserError: another run has written this result in the meantime.
     """
+    content = _portable(notebook)
+    with _locked(result.folder.parent):
+        files = _whole(result.folder)
+        if files is None or json.loads(files[MARKER]) != result.provenance:
+            raise UserError(f"another run replaced {result.folder.name} of {result.experiment}: run the command again")
+        files["notebook.ipynb"] = content
+        files.pop(MARKER, None)
+        _install(result.folder, files, result.provenance)
+    return _existing(result.experiment, result.tier, paths.RESULTS)
+
+
+def keep_lab_notebook(lab: str, name: str, notebook: Path) -> Path:
+    """Keep the executed copy of a lab notebook as `<results>/<lab id>/<name>.ipynb`, in place of an older one."""
+    kept = paths.RESULTS / lab / f"{name}.ipynb"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    new = kept.with_name(f".{kept.name}.{os.getpid()}")
+    new.write_bytes(_portable(notebook))
+    os.replace(new, kept)
+    return kept
+
+
+def _portable(notebook: Path) -> bytes:
+    """An executed notebook without this machine's paths and times, its pictures small."""
     content = json.loads(notebook.read_text(encoding="utf-8").replace(str(paths.ROOT), "."))
     _shrink_pictures(content)
     for part in (content, *content["cells"]):
         part["metadata"].pop("papermill", None)
         part["metadata"].pop("execution", None)
-    with _locked(result.folder.parent):
-        files = _whole(result.folder) or {}
-        files["notebook.ipynb"] = json.dumps(content, indent=1, ensure_ascii=False).encode()
-        files.pop(MARKER, None)
-        _install(result.folder, files, result.provenance)
-    return _existing(result.experiment, result.tier, paths.RESULTS)
+    return json.dumps(content, indent=1, ensure_ascii=False).encode()
 
 
 def record(experiment: str, tier: str) -> Result:

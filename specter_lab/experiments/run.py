@@ -9,11 +9,12 @@ from importlib import import_module
 from specter_lab import paths
 from specter_lab.errors import UserError
 from specter_lab.experiments import results
-from specter_lab.experiments.claims import Setting, judge_all
+from specter_lab.experiments.claims import Setting, claims_digest, judge_all
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.provenance import describe, gpu_name, question_digest
 from specter_lab.experiments.registry import DEFAULT_MODELS, TIERS, check_tier, find
 from specter_lab.experiments.results import Result
+from specter_lab.models.load import shown_name
 
 
 def run(
@@ -29,9 +30,9 @@ def run(
 
     Args:
         experiment: id or alias.
-        tier: "cpu", "gpu" or "paper" (DESIGN.md section 2).
+        tier: "cpu", "gpu" or "paper".
         seed: of everything random.
-        fresh: measure again, whatever is in the cache.
+        fresh: compute the rows again; quantised models are kept.
         models: zoo names, folders or hub ids to measure instead of the tier's own.
         runner: where rows are computed, "local" or "ray".
 
@@ -40,7 +41,7 @@ def run(
     """
     context = context_for(experiment, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner)
     module = import_module(find(experiment).module)
-    inputs = module.inputs(context)
+    inputs = module.inputs(context) | {"claims": claims_digest(context.experiment)}
     mine = results.read(context.experiment, context.folder_name, paths.RESULTS)
     if mine and not fresh and mine.provenance["question"] == question_digest(context, inputs):
         return mine
@@ -61,9 +62,10 @@ def load_or_run(experiment: str, *, tier: str = "cpu", seed: int = 0, models: Se
         UserError: as `run`.
     """
     context = context_for(experiment, tier=tier, seed=seed, models=models)
+    shown = [shown_name(model) for model in context.models]
     for root in (paths.RESULTS, paths.RECORDED):
         result = results.read(context.experiment, context.folder_name, root)
-        if result and (result.provenance["seed"], tuple(result.provenance["models"])) == (seed, context.models):
+        if result and (result.provenance["seed"], result.provenance["models"]) == (seed, shown):
             return result
     return run(experiment, tier=tier, seed=seed, models=models)
 
@@ -76,4 +78,7 @@ def context_for(
     if tier not in TIERS:
         raise UserError(f"no tier '{tier}': give one of {', '.join(TIERS)}")
     check_tier(row, tier)
+    names = [shown_name(model) for model in models]
+    if len(set(names)) < len(names):
+        raise UserError(f"two of the models are called '{max(names, key=names.count)}': rename one of the folders")
     return Context(row.id, tier, seed, tuple(models) or DEFAULT_MODELS[tier], fresh, paths.CACHE, runner)

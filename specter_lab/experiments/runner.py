@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,7 +13,7 @@ from specter_lab import paths
 from specter_lab.errors import UserError
 from specter_lab.experiments import results
 from specter_lab.experiments.compare import comparison
-from specter_lab.experiments.registry import find
+from specter_lab.experiments.registry import find, find_lab
 from specter_lab.experiments.results import Result
 from specter_lab.experiments.run import run
 
@@ -46,6 +48,47 @@ def reproduce(
     print(f"{experiment.id}: notebook executed in {time.monotonic() - start:.0f} s")
     print(report(result))
     return result
+
+
+def run_lab(name: str, given: Mapping[str, str]) -> Path:
+    """Execute a lab notebook headless and keep the executed copy.
+
+    Args:
+        name: id.
+        given: notebook parameters, as typed; lists stand apart by spaces. The notebook's own values serve for the rest.
+
+    Returns:
+        The executed copy, under the results, named after what was given.
+
+    Raises:
+        UserError: no such notebook or parameter, a value of the wrong kind, or what a cell says can be put right.
+    """
+    notebook = NOTEBOOKS / f"{find_lab(name).id}.ipynb"
+    defaults = _parameters(notebook)
+    parameters = {key: _typed(key, text, defaults) for key, text in given.items()}
+    with TemporaryDirectory() as folder:
+        executed = _execute(notebook, Path(folder), parameters)
+        slug = re.sub(r"[^\w.]+", "-", "-".join(Path(word).name for text in given.values() for word in text.split()))
+        return results.keep_lab_notebook(name, slug or "default", executed)
+
+
+def _parameters(notebook: Path) -> dict[str, object]:
+    """Names and default values in the cell that is tagged `parameters`."""
+    import papermill
+
+    found = papermill.inspect_notebook(str(notebook))
+    return {name: ast.literal_eval(parameter["default"]) for name, parameter in found.items()}
+
+
+def _typed(name: str, text: str, defaults: Mapping[str, object]) -> object:
+    """What was typed for a parameter, in the type of its default."""
+    if name not in defaults:
+        raise UserError(f"the notebook has no parameter '{name}': it has {', '.join(defaults)}")
+    kind = type(defaults[name])
+    try:
+        return text.split() if kind is list else kind(text)
+    except ValueError as error:
+        raise UserError(f"{name}={text} is not {'a number' if kind in (int, float) else kind.__name__}") from error
 
 
 def report(result: Result) -> str:

@@ -6,7 +6,7 @@ and padded positions are dropped before anything is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -60,18 +60,14 @@ def capture(
     lengths = np.array([len(ids) for ids in tokens.ids])  # [R]
     first_row = np.concatenate(([0], np.cumsum(lengths)))  # [R + 1]
     pieces, rows = [], []
-    for batch in length_batches(lengths, token_budget):
-        padded = pad_sequence([tokens.ids[r] for r in batch], batch_first=True).to(model.device)  # [B, S]
-        real = np.arange(padded.shape[1]) < lengths[batch, None]  # [B, S], False on padding
-        rows.append((first_row[batch, None] + np.arange(padded.shape[1]))[real])
+    for batch in padded_batches(tokens, token_budget):
+        ids = batch.ids.to(model.device)
         with torch.inference_mode():
             _, routing = forward_with_routing(
-                model,
-                lambda: model.model(input_ids=padded, use_cache=False),
-                torch.from_numpy(real.ravel().nonzero()[0]),
-                keep_logits,
+                model, lambda: model.model(input_ids=ids, use_cache=False), batch.real, keep_logits
             )
         pieces.append(routing)
+        rows.append(batch.rows)
     trace_order = np.argsort(np.concatenate(rows))
     return build_trace(
         model, origin, "teacher-forced", tokens, join(pieces, trace_order),
@@ -91,6 +87,26 @@ def check_context(model: PreTrainedModel, tokens: TokenizedRequests, new_tokens:
                             f"tokenize with max_tokens={limit - new_tokens} or less")  # fmt: skip
 
 
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Requests of similar length, padded on the right."""
+
+    ids: Tensor  # [B, S]
+    real: Tensor  # [N] which of the B * S tokens are not padding
+    rows: np.ndarray  # [N] where they stand among all tokens, ordered by request, then position
+
+
+def padded_batches(tokens: TokenizedRequests, token_budget: int = TOKEN_BUDGET) -> Iterator[PaddedBatch]:
+    """All requests in batches whose padded size stays within `token_budget` tokens, shortest first."""
+    lengths = np.array([len(ids) for ids in tokens.ids])  # [R]
+    first_row = np.concatenate(([0], np.cumsum(lengths)))  # [R + 1]
+    for batch in length_batches(lengths, token_budget):
+        padded = pad_sequence([tokens.ids[r] for r in batch], batch_first=True)  # [B, S]
+        real = np.arange(padded.shape[1]) < lengths[batch, None]  # [B, S], False on padding
+        rows = (first_row[batch, None] + np.arange(padded.shape[1]))[real]
+        yield PaddedBatch(padded, torch.from_numpy(real.ravel().nonzero()[0]), rows)
+
+
 def length_batches(lengths: np.ndarray, token_budget: int) -> list[np.ndarray]:
     """Request numbers, shortest first, cut into batches whose padded size stays within `token_budget` tokens."""
     batches: list[list[int]] = []
@@ -108,7 +124,7 @@ def forward_with_routing(
 
     Raises:
         UserError: a router produced NaN; the message names the decoder layer.
-        RuntimeError: not every MoE layer reported exactly once (DESIGN section 5, rule 6).
+        RuntimeError: not every MoE layer reported exactly once.
     """
     expected = [layer.index for layer in adapter_for(model.config).moe_layers(model)]
     rows = rows.to(model.device)

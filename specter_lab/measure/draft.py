@@ -19,14 +19,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from torch import Generator
+from transformers import PreTrainedModel
 
 from specter_lab.errors import UserError
-from specter_lab.measure.capture import (
-    TOKEN_BUDGET, ForwardRouting, build_trace, check_context, forward_with_routing, join,
-)  # fmt: skip
+from specter_lab.measure.capture import TOKEN_BUDGET, build_trace, check_context, join
+from specter_lab.measure.prefix import prefill, read
 from specter_lab.measure.prompts import TokenizedRequests
+from specter_lab.measure.sampling import GREEDY, accepted_length
+from specter_lab.measure.speculate import propose
 from specter_lab.measure.trace import DECODE, Origin, Trace
 
 
@@ -69,13 +70,14 @@ def free_running_draft(
     prefixes = cut_to_prefix(tokens, prefix_tokens)
     check_context(target, prefixes, new_tokens=depth)
     windows, draft_pieces, target_pieces, accepted = [], [], [], []
+    generator = Generator(target.device)  # greedy: nothing depends on what it draws
     for ids in torch.stack(prefixes.ids).split(max(1, token_budget // prefix_tokens)):  # [B, P]
         with torch.inference_mode():
             ids = ids.to(target.device)
-            shared = prefill(target, ids[:, :-1])
-            window, draft_routing = propose(draft, copy.deepcopy(shared), ids[:, -1:], depth)
-            logits, target_routing = verify(target, shared, window[:, :-1])
-            accepted.append(accepted_length(window[:, 1:], logits.argmax(dim=-1)).cpu())
+            prefix = prefill(target, ids[:, :-1])
+            window, _, draft_routing = propose(draft, copy.deepcopy(prefix), ids[:, -1:], depth, GREEDY, generator)
+            logits, target_routing = read(target, prefix, window[:, :-1])  # [B, K, V]
+            accepted.append(accepted_length(window[:, 1:] == logits.argmax(dim=-1)).cpu())
         windows.append(window[:, :-1].cpu())
         draft_pieces.append(draft_routing)
         target_pieces.append(target_routing)
@@ -92,49 +94,6 @@ def free_running_draft(
         build_trace(target, target_origin, "verification", prefixes, join(target_pieces, order), **rows),
         torch.cat(accepted).numpy(),
     )
-
-
-def prefill(target: PreTrainedModel, ids: Tensor) -> DynamicCache:
-    """The target's KV cache after reading ids [B, S]."""
-    cache = DynamicCache(config=target.config)
-    target.model(input_ids=ids, cache=cache, use_cache=True)
-    return cache
-
-
-def propose(
-    draft: PreTrainedModel, cache: DynamicCache, last_token: Tensor, depth: int
-) -> tuple[Tensor, ForwardRouting]:
-    """Continue greedily for `depth` steps; `cache` grows and is the draft's own to spoil.
-
-    Args:
-        last_token: [B, 1], the first input.
-
-    Returns:
-        Tokens [B, K + 1], the first of them `last_token`, and the draft's routing of the first K, rows [B * K].
-    """
-    window, steps = [last_token], []
-    every_request = torch.arange(len(last_token))
-    for _ in range(depth):
-        output, routing = forward_with_routing(
-            draft, lambda: draft(input_ids=window[-1], cache=cache, use_cache=True), every_request
-        )
-        window.append(output.logits[:, -1:].argmax(dim=-1))  # [B, 1]
-        steps.append(routing)
-    request_major = np.arange(depth * len(last_token)).reshape(depth, -1).T.ravel()  # [K, B] rows -> [B, K] rows
-    return torch.cat(window, dim=1), join(steps, request_major)
-
-
-def verify(target: PreTrainedModel, cache: DynamicCache, inputs: Tensor) -> tuple[Tensor, ForwardRouting]:
-    """One pass of the target over inputs [B, K] after `cache`, which grows: logits [B, K, V], routing rows [B * K]."""
-    output, routing = forward_with_routing(
-        target, lambda: target(input_ids=inputs, cache=cache, use_cache=True), torch.arange(inputs.numel())
-    )
-    return output.logits, routing
-
-
-def accepted_length(drafted: Tensor, predicted: Tensor) -> Tensor:
-    """How many drafted tokens [B, K] agree with the target's predictions [B, K] before the first that does not: [B]."""
-    return (drafted == predicted).long().cumprod(dim=1).sum(dim=1)
 
 
 def cut_to_prefix(tokens: TokenizedRequests, prefix_tokens: int) -> TokenizedRequests:

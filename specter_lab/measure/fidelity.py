@@ -11,7 +11,7 @@ For one token in one layer (an *instance*), with A and B the sets of k experts t
     top1_match        1 when the expert with the highest score is the same
 
 The order is that of the router scores before softmax, not of the slots: DeepSeek's router returns its top-k unsorted,
-and Phi's sparsemixer weights do not fall with the score. (PAPERS.md section 1, trap 6; Specter, routing similarity.)
+and Phi's sparsemixer weights do not fall with the score.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ HUB_SETS = {
     "humaneval": HubSet("openai/openai_humaneval", None, "test", "prompt", "canonical_solution", "MIT"),
     "gpqa": HubSet("Idavidrein/gpqa", "gpqa_diamond", "train", "Question", "Correct Answer", "CC-BY-4.0"),
     "c4": HubSet("allenai/c4", "en", "validation", "text", None, "ODC-BY"),
-}  # the data sets of Specter's evaluation (PAPERS.md, section 1)
+}  # the data sets of Specter's evaluation
 
 
 def fetch_prompts(name: str, count: int) -> list[Request]:

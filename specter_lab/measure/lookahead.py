@@ -9,36 +9,36 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specter_lab.measure.capture import TOKEN_BUDGET, length_batches
+from specter_lab.measure.capture import check_context, padded_batches
 from specter_lab.measure.prompts import TokenizedRequests
 from specter_lab.models.adapters import adapter_for
 from specter_lab.models.routing import Routing, observe_routing
 
 
+@torch.inference_mode()
 def lookahead_overlap(model: PreTrainedModel, tokens: TokenizedRequests) -> np.ndarray:
     """Share of the k experts of MoE layers 2..L that the predictor names.
 
     Returns:
         [T, L-1] float32 overlaps; rows ordered by request, then position, as in `capture.capture`.
+
+    Raises:
+        UserError: a request is longer than the model's context.
     """
+    check_context(model, tokens, new_tokens=0)
     layers = adapter_for(model.config).moe_layers(model)
-    lengths = np.array([len(ids) for ids in tokens.ids])  # [R]
-    first_row = np.concatenate(([0], np.cumsum(lengths)))
-    overlaps = np.empty((first_row[-1], len(layers) - 1), np.float32)
-    for batch in length_batches(lengths, TOKEN_BUDGET):
-        padded = pad_sequence([tokens.ids[r] for r in batch], batch_first=True).to(model.device)  # [B, S]
+    overlaps = np.empty((tokens.num_tokens, len(layers) - 1), np.float32)
+    for batch in padded_batches(tokens):
         seen: list[Routing] = []
-        with torch.inference_mode(), observe_routing(model, seen.append):
-            model.model(input_ids=padded, use_cache=False)
-        with torch.inference_mode():
-            pairs = zip(seen, seen[1:], layers[1:])
-            matches = [_overlap(after.router(now.hidden)[2], then.indices) for now, then, after in pairs]
-        real = np.arange(padded.shape[1]) < lengths[batch, None]  # [B, S]
-        rows = (first_row[batch, None] + np.arange(padded.shape[1]))[real]
-        overlaps[rows] = torch.stack(matches, dim=1).cpu().numpy()[real.ravel()]
+        with observe_routing(model, seen.append):
+            model.model(input_ids=batch.ids.to(model.device), use_cache=False)
+        matches = [
+            _overlap(layer.router(before.hidden)[2], now.indices)
+            for before, now, layer in zip(seen, seen[1:], layers[1:])
+        ]
+        overlaps[batch.rows] = torch.stack(matches, dim=1).cpu().numpy()[batch.real]
     return overlaps
 
 

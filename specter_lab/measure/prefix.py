@@ -12,19 +12,22 @@ The draft works on a copy, which is thrown away; after verification `forget` dro
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specter_lab.errors import UserError
-from specter_lab.measure.capture import ForwardRouting, forward_with_routing
+from specter_lab.measure.capture import ForwardRouting, forward_with_routing, join
+from specter_lab.measure.sampling import distribution, sample
 
 
 @dataclass
 class Prefix:
-    """KV of B requests; grows by `read`, shrinks by `forget`. `copy.deepcopy` gives an independent one."""
+    """KV of B requests; grows by `read` and `write`, shrinks by `forget`. `copy.deepcopy` gives an independent one."""
 
     cache: DynamicCache  # per layer keys and values [B, heads, S, dim]
     lengths: Tensor  # [B] tokens held; S is the largest
@@ -41,7 +44,7 @@ class Prefix:
             layer.values = torch.take_along_dim(layer.values, where, dim=2)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep only some requests: bool [B], at least one true."""
+        """Keep only some requests: bool [B]."""
         self.cache.batch_select_indices(rows)
         self.lengths = self.lengths[rows]
 
@@ -78,3 +81,26 @@ def read(model: PreTrainedModel, prefix: Prefix, inputs: Tensor) -> tuple[Tensor
                         f"overflow in {model.dtype}; load them again, in float32 or bfloat16")  # fmt: skip
     prefix.lengths = prefix.lengths + new
     return output.logits, routing
+
+
+def write(
+    model: PreTrainedModel, prefix: Prefix, last: Tensor, count: int, temperature: float, generator: Generator
+) -> Iterator[tuple[Tensor, Tensor, ForwardRouting]]:
+    """Decode `count` tokens after `last` [B, 1], one pass each; `prefix` grows by `last` and all but the final one.
+
+    Yields:
+        Token [B, 1], the logits it was drawn from [B, V], and the routing of the pass, rows [B].
+
+    Raises:
+        UserError: as `read`.
+    """
+    for _ in range(count):
+        logits, routing = read(model, prefix, last)  # [B, 1, V]
+        last = sample(distribution(logits[:, -1], temperature), generator)
+        yield last, logits[:, -1], routing
+
+
+def join_steps(steps: Sequence[ForwardRouting]) -> ForwardRouting:
+    """Routing of N passes, rows [B] each, as rows [B * N]: all of the first request, then all of the second."""
+    batch = len(steps[0].indices)
+    return join(steps, np.arange(len(steps) * batch).reshape(-1, batch).T.ravel())

@@ -15,17 +15,21 @@ from torch import Generator, Tensor
 # (drafted [B, K], draft's q [B, K, V], target's p [B, K + 1, V], generator) -> accepted [B], next token [B, 1]
 AcceptRule = Callable[[Tensor, Tensor, Tensor, Generator], tuple[Tensor, Tensor]]
 
+GREEDY = 0.0  # temperature
+
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
     """Next-token probabilities of logits [..., V], float32; one-hot at temperature 0."""
-    if temperature == 0:
+    if temperature == GREEDY:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.softmax(logits.float() / temperature, dim=-1)
 
 
 def sample(probabilities: Tensor, generator: Generator) -> Tensor:
-    """One token per row of [B, V], which need not sum to one: [B, 1]."""
-    return torch.multinomial(probabilities, 1, generator=generator)
+    """One token per row of [B, V], which need not sum to one: [B, 1]; by inversion, so one draw serves a row."""
+    cumulative = probabilities.double().cumsum(dim=-1)
+    uniform = torch.rand(len(cumulative), 1, generator=generator, device=cumulative.device, dtype=torch.float64)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
 
 
 def accepted_length(agreed: Tensor) -> Tensor:

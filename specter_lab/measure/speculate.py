@@ -23,9 +23,9 @@ from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
 from specter_lab.errors import UserError
-from specter_lab.measure.capture import ForwardRouting, join
-from specter_lab.measure.prefix import Prefix, prefill, read
-from specter_lab.measure.sampling import AcceptRule, accept, distribution, sample
+from specter_lab.measure.capture import ForwardRouting
+from specter_lab.measure.prefix import Prefix, join_steps, prefill, read, write
+from specter_lab.measure.sampling import GREEDY, AcceptRule, accept, distribution
 from specter_lab.models.adapters import adapter_for
 
 
@@ -37,7 +37,14 @@ class Rounds:
     request: np.ndarray  # [N] row of the prompt
     position: np.ndarray  # [N] of the round's first input
     accepted: np.ndarray  # [N] 0..K
-    distinct_experts: np.ndarray  # [N, L] experts the K + 1 inputs use in each MoE layer of the target
+    needed: np.ndarray  # [N, L, E] bool, experts the target uses for the K + 1 inputs
+    predicted: np.ndarray  # [N, L, E] bool, experts the draft used for its K inputs: what can be prefetched
+
+    def of(self, requests: np.ndarray) -> Rounds:
+        """The rounds of some requests, given by row."""
+        chosen = np.isin(self.request, requests)
+        columns = (self.request, self.position, self.accepted, self.needed, self.predicted)
+        return Rounds(self.depth, *(column[chosen] for column in columns))
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ def speculative_decode(
     *,
     new_tokens: int,
     depth: int,
-    temperature: float = 0.0,
+    temperature: float = GREEDY,
     seed: int = 0,
     rule: AcceptRule = accept,
 ) -> Decoded:
@@ -93,38 +100,36 @@ def speculative_decode(
         prefix, last = prefill(target, prompts[:, :-1]), prompts[:, -1:]
         while len(active):
             position = prefix.lengths
-            window, q, _ = propose(draft, copy.deepcopy(prefix), last, depth, temperature, generator)
+            window, q, draft_routing = propose(draft, copy.deepcopy(prefix), last, depth, temperature, generator)
             logits, routing = read(target, prefix, window)  # [B, K + 1, V]
             accepted, last = rule(window[:, 1:], q, distribution(logits, temperature), generator)
             prefix.forget(depth - accepted)
             for request, tokens, count, token in zip(active, window[:, 1:].tolist(), accepted.tolist(), last.tolist()):
                 texts[request] += tokens[:count] + token
-            rounds.append((active, position, accepted, distinct_experts(target, routing, len(active))))
+            experts = (experts_of_windows(target, r, len(active)) for r in (routing, draft_routing))
+            rounds.append((active, position, accepted, *experts))
             unfinished = torch.tensor([len(texts[request]) < new_tokens for request in active])
-            active = active[unfinished]
-            if len(active):
-                prefix.keep_rows(unfinished)
-                last = last[unfinished]
-    columns = (torch.cat(column).cpu().numpy() for column in zip(*rounds))
+            active, last = active[unfinished], last[unfinished]
+            prefix.keep_rows(unfinished)
+    columns = (torch.cat([part.cpu() for part in column]).numpy() for column in zip(*rounds))
     return Decoded(torch.tensor([text[:new_tokens] for text in texts]), Rounds(depth, *columns))
 
 
 def plain_decode(
-    target: PreTrainedModel, prompts: Tensor, *, new_tokens: int, temperature: float = 0.0, seed: int = 0
+    target: PreTrainedModel, prompts: Tensor, *, new_tokens: int, temperature: float = GREEDY, seed: int = 0
 ) -> PlainDecoded:
     """Decode prompts [B, P] one token at a time with the target alone; raises as `speculative_decode`."""
     check_length(target, prompts, new_tokens)
     prompts = prompts.to(target.device)
     generator = Generator(target.device).manual_seed(seed)
-    tokens, margins = [prompts[:, -1:]], []
+    tokens, margins = [], []
     with torch.inference_mode():
         prefix = prefill(target, prompts[:, :-1])
-        for _ in range(new_tokens):
-            logits, _ = read(target, prefix, tokens[-1])  # [B, 1, V]
-            best, second = logits[:, -1].float().topk(2).values.T
+        for token, logits, _ in write(target, prefix, prompts[:, -1:], new_tokens, temperature, generator):
+            best, second = logits.float().topk(2).values.T
             margins.append(best - second)
-            tokens.append(sample(distribution(logits[:, -1], temperature), generator))
-    return PlainDecoded(torch.cat(tokens[1:], dim=1).cpu(), torch.stack(margins, dim=1).cpu())
+            tokens.append(token)
+    return PlainDecoded(torch.cat(tokens, dim=1).cpu(), torch.stack(margins, dim=1).cpu())
 
 
 def propose(
@@ -136,23 +141,18 @@ def propose(
         Window [B, K + 1] (`last`, then the drafted tokens), the distributions they were drawn from [B, K, V], and the
         draft's routing of its K inputs, rows [B * K].
     """
-    window, q, steps = [last], [], []
-    for _ in range(depth):
-        logits, routing = read(draft, prefix, window[-1])  # [B, 1, V]
-        q.append(distribution(logits[:, -1], temperature))
-        window.append(sample(q[-1], generator))
-        steps.append(routing)
-    request_major = np.arange(depth * len(last)).reshape(depth, -1).T.ravel()  # [K, B] rows -> [B, K] rows
-    return torch.cat(window, dim=1), torch.stack(q, dim=1), join(steps, request_major)
+    tokens, logits, steps = zip(*write(draft, prefix, last, depth, temperature, generator))
+    q = distribution(torch.stack(logits, dim=1), temperature)
+    return torch.cat([last, *tokens], dim=1), q, join_steps(steps)
 
 
-def distinct_experts(model: PreTrainedModel, routing: ForwardRouting, batch: int) -> Tensor:
-    """Experts that each request's window uses in each MoE layer: routing rows [B * T] -> [B, L]."""
+def experts_of_windows(model: PreTrainedModel, routing: ForwardRouting, batch: int) -> Tensor:
+    """Which experts each request's window uses in each MoE layer: routing rows [B * T] -> [B, L, E] bool."""
     num_experts = adapter_for(model.config).num_experts(model.config)
     indices = routing.indices.long().unflatten(0, (batch, -1))  # [B, T, L, k]
     experts = indices.transpose(1, 2).flatten(2)  # [B, L, T * k]
     used = torch.zeros(*experts.shape[:2], num_experts, dtype=torch.bool, device=experts.device)
-    return used.scatter_(2, experts, True).sum(dim=2)
+    return used.scatter_(2, experts, True)
 
 
 def check_pair(target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specter_lab.models.adapters import adapter_for
 from specter_lab.models.geometry import BF16_BYTES
@@ -84,24 +84,37 @@ def anatomy(config: PretrainedConfig, name: str) -> Anatomy:
     adapter = adapter_for(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    moe_layers = adapter.moe_layers(model)
-    moe_blocks = [model.model.layers[layer.index].mlp for layer in moe_layers]
-    blocks = [layer.mlp for layer in model.model.layers]
-    embedding = _count(model.get_input_embeddings())
-    routed = sum(_count(layer.experts) for layer in moe_layers)
-    routers = sum(_count(layer.router) for layer in moe_layers)
-    attention = sum(_count(layer.self_attn) for layer in model.model.layers)
-    in_moe = sum(map(_count, moe_blocks))
-    in_blocks = sum(map(_count, blocks))
-    head = 0 if config.tie_word_embeddings else _count(model.get_output_embeddings())
+    counts = {part: sum(p.numel() for p in parameters) for part, parameters in parameters_by_part(model).items()}
     return Anatomy(
-        name=name, layers=len(blocks), moe_layers=len(moe_layers), num_experts=adapter.num_experts(config),
-        top_k=config.num_experts_per_tok, hidden_size=config.hidden_size, expert_width=adapter.expert_width(config),
-        embedding=embedding, head=head, attention=attention,
-        norms=_count(model) - embedding - head - attention - in_blocks,
-        routers=routers, shared_experts=in_moe - routed - routers, dense_mlp=in_blocks - in_moe, routed_experts=routed,
-        kv_bytes_per_token=kv_bytes_per_token(config),
+        name=name, layers=config.num_hidden_layers, moe_layers=len(adapter.moe_layers(model)),
+        num_experts=adapter.num_experts(config), top_k=config.num_experts_per_tok, hidden_size=config.hidden_size,
+        expert_width=adapter.expert_width(config), **counts, kv_bytes_per_token=kv_bytes_per_token(config),
     )  # fmt: skip
+
+
+def parameters_by_part(model: PreTrainedModel) -> dict[str, list[nn.Parameter]]:
+    """Every parameter of a model, once, under the part it belongs to: the fields of `Anatomy` that count parameters.
+
+    Raises:
+        UserError: an architecture without adapter.
+    """
+    layers, moe_layers = model.model.layers, adapter_for(model.config).moe_layers(model)
+    modules = {  # the first part that names a parameter gets it
+        "embedding": [model.get_input_embeddings()],
+        "head": [model.get_output_embeddings()],
+        "attention": [layer.self_attn for layer in layers],
+        "routers": [layer.router for layer in moe_layers],
+        "routed_experts": [layer.experts for layer in moe_layers],
+        "shared_experts": [layers[layer.index].mlp for layer in moe_layers],
+        "dense_mlp": [layer.mlp for layer in layers],
+        "norms": [model],
+    }
+    taken: set[nn.Parameter] = set()
+    parts = {}
+    for part, of_part in modules.items():
+        parts[part] = [p for module in of_part for p in module.parameters() if p not in taken]
+        taken.update(parts[part])
+    return parts
 
 
 def kv_bytes_per_token(config: PretrainedConfig) -> int:
@@ -117,6 +130,3 @@ def kv_bytes_per_token(config: PretrainedConfig) -> int:
         per_layer = 2 * config.num_key_value_heads * head_dim
     return config.num_hidden_layers * per_layer * BF16_BYTES
 
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -15,7 +15,7 @@ from specter_lab.models.adapters import MoELayer, adapter_for
 
 @dataclass(frozen=True)
 class ExpertBank:
-    """All routed experts of one MoE layer: the only weights a quantiser accepts (DESIGN: routers are a type error)."""
+    """All routed experts of one MoE layer: the only weights a quantiser accepts."""
 
     layer: int  # decoder layer
     gate: Tensor  # [E, I, H]

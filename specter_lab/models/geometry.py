@@ -9,7 +9,7 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shape of a decoder MoE. Sources: the models' published config.json; Specter, section 'Setting' (PAPERS.md)."""
+    """Shape of a decoder MoE. Sources: the models' published config.json."""
 
     name: str
     hub_id: str | None  # None: trained by this project, shipped in data/zoo

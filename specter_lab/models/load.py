@@ -20,6 +20,7 @@ from specter_lab.paths import ZOO
 disable_progress_bar()  # one bar per loaded model would bury the experiment's own
 
 ZOO_MODELS = ("qwen-nano", "phi-nano", "deepseek-nano", "dense-nano")
+DECIDING_FILES = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # beside the weights
 MANIFEST = "MANIFEST.json"  # file name -> sha256, beside the weights of every zoo model
 
 
@@ -29,7 +30,7 @@ class LoadedModel:
 
     name: str
     path: Path
-    digest: str  # sha256 over the weight files, hexadecimal
+    digest: str  # sha256 over everything that decides what it computes, hexadecimal (checkpoint_digest)
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     adapter: Adapter
@@ -66,21 +67,27 @@ def resolve(name: str) -> Path:
         ) from error
 
 
+def shown_name(model: str) -> str:
+    """What a model is called in rows and figures: a folder by its last name, everything else as given."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def weights_digest(folder: Path) -> str:
-    """One sha256 for all weight files of a checkpoint; zoo files are checked against their manifest on the way.
+def checkpoint_digest(folder: Path) -> str:
+    """One sha256 for a checkpoint: weights, config.json and tokenizer; zoo files are checked against their manifest.
 
     Raises:
         UserError: there are no weights, or a file differs from the manifest.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
         raise UserError(f"no .safetensors files in {folder}: this folder is not a checkpoint")
-    hashes = {file.name: sha256_of(file) for file in files}
+    others = [folder / name for name in DECIDING_FILES if (folder / name).exists()]
+    hashes = {file.name: sha256_of(file) for file in (*weights, *others)}
     manifest_path = folder / MANIFEST
     if manifest_path.exists():
         for name, expected in json.loads(manifest_path.read_text()).items():
@@ -90,7 +97,7 @@ def weights_digest(folder: Path) -> str:
                     f"{folder / name} is not the published file (sha256 {actual[:12]}, expected {expected[:12]}): "
                     f"restore it with `git checkout -- {folder.name}` in its parent folder, or download it again"
                 )
-    return hashlib.sha256("".join(hashes.values()).encode()).hexdigest()
+    return hashlib.sha256(repr(hashes).encode()).hexdigest()
 
 
 def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LoadedModel:
@@ -114,7 +121,7 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         raise UserError(f"cannot make sense of {folder / 'config.json'} ({str(error).splitlines()[0]}): this is not a "
                         f"model of a class that the installed transformers has") from error  # fmt: skip
     adapter = adapter_for(config)
-    digest = weights_digest(folder)
+    digest = checkpoint_digest(folder)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except (SafetensorError, OSError) as error:
@@ -123,10 +130,12 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         if report[kind]:
             raise UserError(f"{name}: {len(report[kind])} {kind.replace('_', ' ')} in the checkpoint, e.g. "
                             f"'{sorted(map(str, report[kind]))[0]}': its files do not belong to its config.json")  # fmt: skip
-    shown = folder.name if Path(name).is_dir() else name
     expected = next((g.parameters for g in GEOMETRY.values() if name in (g.name, g.hub_id)), None)
     actual = sum(p.numel() for p in model.parameters())
     if expected is not None and actual != expected:
         raise UserError(f"{name} has {actual:,} parameters, its geometry row says {expected:,}: not the model it claims")
     model.eval().requires_grad_(False).to(device)
-    return LoadedModel(shown, folder, digest, model, AutoTokenizer.from_pretrained(folder), adapter)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer("a")["input_ids"]:
+        raise UserError(f"no tokenizer in {folder}: copy tokenizer.json of the model into it")
+    return LoadedModel(shown_name(name), folder, digest, model, tokenizer, adapter)

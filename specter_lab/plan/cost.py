@@ -28,13 +28,9 @@ Assumptions:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
-import torch
-
-from specter_lab.compress.int4 import quantize_bank
+from specter_lab.compress.int4 import int4_expert_bytes
 from specter_lab.models.anatomy import Anatomy
-from specter_lab.models.experts import ExpertBank
 from specter_lab.models.geometry import BF16_BYTES
 from specter_lab.plan.hardware import Profile
 
@@ -113,16 +109,6 @@ def verify_ms(
     """`tokens` tokens through the target in one pass that reads `distinct_experts` BF16 experts per MoE layer."""
     expert_bytes = model.moe_layers * distinct_experts * model.expert_bytes
     return _pass_ms(model, profile, tokens, expert_bytes, context_tokens)
-
-
-@cache
-def int4_expert_bytes(hidden_size: int, expert_width: int) -> int:
-    """Bytes of one routed expert in the project's INT4 layout: codes and scales, counted on real (meta) tensors."""
-    with torch.device("meta"):
-        gate, up = torch.empty(2, 1, expert_width, hidden_size)  # [1, I, H] each
-        down = torch.empty(1, hidden_size, expert_width)
-    packed = quantize_bank(ExpertBank(0, gate, up, down))
-    return sum(part.packed.nbytes + part.scales.nbytes for part in (packed.gate, packed.up, packed.down))
 
 
 def _pass_ms(model: Anatomy, profile: Profile, tokens: int, expert_bytes: float, context_tokens: int) -> float:

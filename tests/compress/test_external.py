@@ -75,6 +75,10 @@ def save_two_layers(name, folder):
         layer.router.weight.normal_()
     if name == "qwen-nano":
         starve(model)
+    if name == "deepseek-nano":  # inputs of uneven weight, as in trained models: AWQ's scales depend on them
+        for layer in adapter_for(config).moe_layers(model):
+            layer.experts.gate_up_proj.mul_((torch.randn(config.hidden_size) / 2).exp())
+            layer.experts.down_proj.mul_((torch.randn(config.moe_intermediate_size) / 2).exp())
     if name == "phi-nano":  # its norms have a bias, which AWQ scales as well
         for layer in model.model.layers:
             layer.post_attention_layernorm.bias.normal_(std=0.1)
@@ -222,7 +226,7 @@ def test_autoawq_and_gptqmodel_agree_on_a_model_both_know(models, jobs, ids):
         errors.append(output_error(source, effective, ids))
         reports.append(read_report(folder))
         assert json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
-    assert 0.5 < errors[0] / errors[1] < 2
+    assert 0.8 < errors[0] / errors[1] < 1.25
     assert reports[0].group_sizes == reports[1].group_sizes
     for report in reports:
         (counts,) = report.tokens_per_expert.values()  # one MoE layer

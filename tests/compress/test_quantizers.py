@@ -55,7 +55,7 @@ def test_a_second_call_finds_the_first_ones_work(qwen, ids, tmp_path):
 def test_whatever_decides_the_content_decides_the_name(qwen, ids, tmp_path, monkeypatch):
     folders = {quantize(qwen, "rtn-int4", ids, tmp_path), quantize(qwen, "rtn-int4", ids[:4], tmp_path)}
     folders.add(quantize(replace(qwen, digest="another"), "rtn-int4", ids, tmp_path))
-    monkeypatch.setattr(quantizers, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(quantizers, "_code_digest", lambda: "another program")
     folders.add(quantize(qwen, "rtn-int4", ids, tmp_path))
     monkeypatch.setattr(quantizers, "_versions", lambda row: {"torch": "0.0"})
     folders.add(quantize(qwen, "rtn-int4", ids, tmp_path))

@@ -12,7 +12,7 @@ import pytest
 
 from specter_lab import paths
 from specter_lab.errors import UserError
-from specter_lab.experiments import jobs
+from specter_lab.experiments import jobs, local_processes
 from specter_lab.experiments.context import Context
 from tests.experiments import toy
 from tests.experiments.toy import started
@@ -74,7 +74,7 @@ def test_a_damaged_row_is_computed_again(log):
 
 
 def test_an_error_names_its_row_and_the_rows_before_it_are_kept(log, monkeypatch):
-    monkeypatch.setattr(jobs, "worker_count", lambda context, count: 1)
+    monkeypatch.setattr(local_processes, "worker_count", lambda context, count: 1)
     monkeypatch.setenv("TOY_FAIL", "2")
     with pytest.raises(UserError, match="^square of 2: it was told to fail"):
         jobs.run(context(), toy.squares(context()))

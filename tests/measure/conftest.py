@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -5,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from specter_lab.measure.prompts import Request, TokenizedRequests
 from specter_lab.measure.trace import Origin
 from specter_lab.models.adapters import adapter_for
+from specter_lab.models.experts import read_banks, with_experts
 from specter_lab.models.zoo.shapes import SHAPES, VOCAB_SIZE
 
 
@@ -27,6 +30,18 @@ def model(request):
 @pytest.fixture(scope="session")
 def qwen():
     return build_model("qwen-nano")
+
+
+@pytest.fixture
+def draft(model):
+    """The target with noise on its routed experts: it drafts and routes a little differently."""
+    generator = torch.Generator().manual_seed(1)
+
+    def noisy(weight):
+        return weight + 0.02 * weight.std() * torch.randn(weight.shape, generator=generator)
+
+    banks = read_banks(model)
+    return with_experts(model, [replace(b, gate=noisy(b.gate), up=noisy(b.up), down=noisy(b.down)) for b in banks])
 
 
 @pytest.fixture

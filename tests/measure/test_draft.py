@@ -1,31 +1,19 @@
 import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from specter_lab.errors import UserError
-from specter_lab.measure.draft import accepted_length, free_running_draft, prefill, propose, verify
+from specter_lab.measure.draft import free_running_draft
 from specter_lab.measure.fidelity import DEFINITIONS, compare
+from specter_lab.measure.prefix import prefill, read
+from specter_lab.measure.speculate import propose
 from specter_lab.measure.trace import DECODE, Origin
 from specter_lab.models.adapters import adapter_for
-from specter_lab.models.experts import read_banks, with_experts
 from specter_lab.models.routing import observe_routing
 
 P, K = 8, 6
-
-
-@pytest.fixture
-def draft(model):
-    """The target with noise on its routed experts: it drafts and routes a little differently."""
-    generator = torch.Generator().manual_seed(1)
-
-    def noisy(weight):
-        return weight + 0.02 * weight.std() * torch.randn(weight.shape, generator=generator)
-
-    banks = read_banks(model)
-    return with_experts(model, [replace(b, gate=noisy(b.gate), up=noisy(b.up), down=noisy(b.down)) for b in banks])
 
 
 def run(target, draft, tokens, **options):
@@ -69,8 +57,8 @@ def test_verification_equals_a_plain_forward_pass(model, draft, make_tokens):
     prefix = torch.stack(make_tokens((P, P, P)).ids)
     with torch.inference_mode():
         shared = prefill(model, prefix[:, :-1])
-        window, _ = propose(draft, copy.deepcopy(shared), prefix[:, -1:], K)
-        logits, _ = verify(model, shared, window[:, :-1])
+        window, *_ = propose(draft, copy.deepcopy(shared), prefix[:, -1:], K, 0.0, torch.Generator())
+        logits, _ = read(model, shared, window[:, :-1])
         plain = model(torch.cat([prefix[:, :-1], window[:, :-1]], dim=1)).logits[:, P - 1 :]
     torch.testing.assert_close(logits, plain, atol=2e-4, rtol=1e-4)
 
@@ -135,12 +123,6 @@ def test_rows_say_which_token_they_are(qwen, make_tokens):
         np.testing.assert_array_equal(trace.position, [*range(P - 1, P - 1 + K)] * 2)
         assert (trace.phase == DECODE).all()
     assert (windows.draft.protocol, windows.target.protocol) == ("free-running-draft", "verification")
-
-
-def test_accepted_length():
-    drafted = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
-    predicted = torch.tensor([[1, 2, 3], [9, 2, 3], [1, 9, 3], [1, 2, 9]])
-    assert accepted_length(drafted, predicted).tolist() == [3, 0, 1, 2]
 
 
 def test_bad_requests(qwen, make_tokens):

@@ -1,6 +1,5 @@
 """Every architecture beside the zoo's three, on a small random model saved and loaded the way real ones are."""
 
-import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +8,7 @@ import torch
 from gguf import MODEL_ARCH_NAMES
 from gguf import GGMLQuantizationType as GgmlType
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import AutoConfig
 
 from specter_lab.compress import gptq, grid, rtn
 from specter_lab.compress.checkpoint import load_quantized
@@ -24,37 +23,11 @@ from specter_lab.measure.trace import Origin
 from specter_lab.models.adapters import ARCHITECTURES, Adapter, adapter_for
 from specter_lab.models.experts import read_banks, with_experts
 from specter_lab.models.load import load
-from specter_lab.paths import ZOO
-
-COMMON = dict(
-    vocab_size=2048, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-    num_hidden_layers=3, num_experts_per_tok=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-CONFIGS = {
-    "mixtral": MixtralConfig(**COMMON, intermediate_size=64, num_local_experts=8),
-    "olmoe": OlmoeConfig(**COMMON, intermediate_size=64, num_experts=16),
-    "qwen3_moe": Qwen3MoeConfig(  # its second layer is dense
-        **COMMON, intermediate_size=192, moe_intermediate_size=64, num_experts=16, head_dim=32, norm_topk_prob=True,
-        mlp_only_layers=[1],
-    ),
-}  # fmt: skip
-EXPERTS = {"mixtral": 8, "olmoe": 16, "qwen3_moe": 16}
-MOE_LAYERS = {"mixtral": [0, 1, 2], "olmoe": [0, 1, 2], "qwen3_moe": [0, 2]}
-
+from tests.models.foreign import CONFIGS, EXPERTS, MOE_LAYERS, save
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def source(request, tmp_path_factory):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[request.param]).requires_grad_(False)
-    for layer in adapter_for(model.config).moe_layers(model):
-        layer.router.weight.normal_(std=1.0)
-        layer.experts.gate_up_proj.normal_(std=0.05)
-        layer.experts.down_proj.normal_(std=0.05)
-    folder = tmp_path_factory.mktemp("foreign") / request.param
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for file in (ZOO / "tokenizer").glob("tokenizer*.json"):
-        shutil.copy(file, folder / file.name)
-    return load(str(folder))
+    return load(str(save(request.param, tmp_path_factory.mktemp("foreign") / request.param)))
 
 
 @pytest.fixture(scope="module")

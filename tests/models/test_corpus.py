@@ -15,8 +15,8 @@ from specter_lab.models.zoo.archives import Source, load_sources
 from specter_lab.models.zoo.corpus import BuildOptions, build, mixture_of, read_documents, write
 from specter_lab.models.zoo.mathematics import arithmetic_problem
 from specter_lab.models.zoo.text import Document, chunks, flat, normalise, shingle_index, unwrap
+from specter_lab.paths import DATA
 
-DATA = shipped.DATA_DIR
 DOMAINS = (*shipped.PROMPT_DOMAINS, "documentation")
 
 

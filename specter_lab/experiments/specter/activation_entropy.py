@@ -13,6 +13,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
+from specter_lab.errors import UserError
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import routing
@@ -30,16 +31,14 @@ def inputs(context: Context) -> dict[str, str]:
 
 def run(context: Context) -> pd.DataFrame:
     """Rows per model and layer: one per expert over all requests (entropy repeats), and one per prompt set."""
-    work = [
-        jobs.Job(model, measure, {"model": model, "digest": routing.model_digest(model), "seed": context.seed})
-        for model in context.models
-    ]
-    return pd.DataFrame(jobs.run(context, work))
+    return routing.rows_per_model(context, measure)
 
 
 def measure(model: str, digest: str, seed: int) -> jobs.Rows:
-    """All rows of one model. `digest` is here to name the weights in the cache key."""
+    """All rows of one model."""
     question = routing.ask(model, REQUESTS_PER_SET, seed)
+    if question.source.num_experts < 2:
+        raise UserError(f"{model} has one expert per layer, so nothing is chosen: give a model with several experts")
     trace = routing.reference_trace(question, CACHE)
     counts = activation_counts(trace)  # [R, L, E]
     set_of_request = np.array([request.prompt_set for request in question.tokens.requests])  # [R]
@@ -110,9 +109,11 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
     layers = per_layer(rows)
     values = layers[["normalized_entropy", "entropy_ci_low", "entropy_ci_high"]]
     smallest = layers.loc[layers["normalized_entropy"].idxmin()]
-    n = int(layers.groupby("model")["n_requests"].first().sum())
     return [
-        Measured("specter-activation-entropy/mean-near-maximum", *map(float, values.mean()), n=n),
+        Measured(
+            "specter-activation-entropy/mean-near-maximum", *map(float, values.mean()),
+            n=int(layers["n_requests"].min()), note="interval: ends averaged over models and layers",
+        ),
         Measured(
             "specter-activation-entropy/every-layer-near-maximum", *map(float, smallest[values.columns]),
             n=int(smallest["n_requests"]), note=f"smallest: {smallest['model']}, layer {smallest['layer']}",

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
+
+import pandas as pd
+from transformers import PreTrainedModel
 
 from specter_lab import paths
 from specter_lab.compress.calibration import CALIBRATION, calibration_ids
 from specter_lab.compress.checkpoint import QuantizedExperts, load_quantized
 from specter_lab.compress.quantizers import quantize
+from specter_lab.errors import UserError
+from specter_lab.experiments import jobs
+from specter_lab.experiments.context import Context
 from specter_lab.experiments.provenance import code_digest
 from specter_lab.measure.capture import capture
+from specter_lab.measure.decode import decode
 from specter_lab.measure.prompts import PROMPT_SETS, TokenizedRequests, select, tokenize
 from specter_lab.measure.trace import Origin, Trace, read_trace, write_trace
-from specter_lab.models.load import LoadedModel, load, resolve, sha256_of, weights_digest
+from specter_lab.models.load import LoadedModel, checkpoint_digest, load, resolve, sha256_of
 
 MAX_TOKENS = 128  # of each request, teacher-forced
-PREFIX_TOKENS = 32  # read by the target before a free-running window
+PREFIX_TOKENS = 32  # read by the target before a free-running window or a continuation
+NEW_TOKENS = 128  # of a continuation
 DEPTH = 16  # tokens of a free-running window
 FAMILIES = {"qwen2_moe": "qwen", "phimoe": "phi", "deepseek_v2": "deepseek"}  # as claims.toml names them
 
@@ -39,8 +47,8 @@ class Question:
 
 @cache
 def model_digest(model: str) -> str:
-    """sha256 over the weights of a model by name, folder or hub id."""
-    return weights_digest(resolve(model))
+    """sha256 over the checkpoint of a model by zoo name, folder or hub id."""
+    return checkpoint_digest(resolve(model))
 
 
 def inputs(models: Sequence[str]) -> dict[str, str]:
@@ -49,6 +57,21 @@ def inputs(models: Sequence[str]) -> dict[str, str]:
     return {model: model_digest(model) for model in models} | {path.name: sha256_of(path) for path in texts}
 
 
+def rows_per_model(context: Context, measure: Callable[..., jobs.Rows]) -> pd.DataFrame:
+    """One job per model, `measure(model, digest, seed)`; `digest` names what it reads in the cache key."""
+    work = [
+        jobs.Job(model, measure, {"model": model, "digest": inputs_digest(model), "seed": context.seed})
+        for model in context.models
+    ]
+    return pd.DataFrame(jobs.run(context, work))
+
+
+def inputs_digest(model: str) -> str:
+    """sha256 over everything a routing job on `model` reads; it names the job's rows in the cache."""
+    return hashlib.sha256(repr(inputs([model])).encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)  # the jobs of one model follow each other, and none changes it
 def ask(model: str, requests_per_set: int, seed: int) -> Question:
     """Load a model and the requests it is to read."""
     source = load(model)
@@ -63,12 +86,36 @@ def quantized(question: Question, quantizer: str, cache_dir: Path) -> QuantizedE
 
 def reference_trace(question: Question, cache_dir: Path) -> Trace:
     """Teacher-forced routing of the unquantised model; kept in the cache for whoever asks the same next."""
-    requests = [request.id for request in question.tokens.requests]
-    asked = [question.source.digest, requests, MAX_TOKENS, code_digest("specter-table1")]
+    return _kept_trace(question, [MAX_TOKENS], cache_dir, capture)
+
+
+def decode_trace(question: Question, cache_dir: Path, temperature: float) -> Trace:
+    """Routing of the unquantised model while it continues every request of PREFIX_TOKENS tokens or more; kept as well.
+
+    Raises:
+        UserError: no request is long enough, or the continuation exceeds the context.
+    """
+    long_enough = question.tokens.at_least(PREFIX_TOKENS)
+    if not long_enough.requests:
+        raise UserError(f"no request has the {PREFIX_TOKENS} tokens a continuation starts from: select longer prompts")
+    how = {"prefix_tokens": PREFIX_TOKENS, "new_tokens": NEW_TOKENS, "temperature": temperature}
+    asked = [how, question.seed if temperature else None]
+    return _kept_trace(replace(question, tokens=long_enough), asked, cache_dir, partial(decode, **how))
+
+
+def _kept_trace(
+    question: Question,
+    how: list,
+    cache_dir: Path,
+    take: Callable[[PreTrainedModel, TokenizedRequests, Origin], Trace],
+) -> Trace:
+    """The trace that `take` gives, from the cache if it lies there; `how` is all that decides it beside the question."""
+    tokens = [ids.tolist() for ids in question.tokens.ids]
+    asked = [question.source.digest, tokens, *how, code_digest("specter-table1")]
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     path = cache_dir / "traces" / f"{question.source.name}-{key}.parquet"
     if not path.exists():
-        write_trace(capture(question.source.model, question.tokens, question.origin()), path)
+        write_trace(take(question.source.model, question.tokens, question.origin()), path)
     return read_trace(path, model_digest=question.source.digest)
 
 

@@ -1,7 +1,7 @@
 """specter-routing-match: how the draft's routing match is distributed (Specter, routing similarity; MoE-SpeQ).
 
 The draft is the paper's: routed experts in GPTQ INT4, everything else shared. Matches are looked at per instance (one
-token in one layer), per layer and per request, under both protocols, beside the one-layer-ahead predictor.
+token in one layer), per layer and per request, beside the one-layer-ahead predictor; means are taken under both protocols.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REQUESTS_PER_SET = 200  # five sets: 1000 requests
 DRAFT = "gptq-int4"
 TEACHER_FORCED, FREE_RUNNING, PREDICTOR = "teacher-forced", "free-running", "one layer ahead"
 LEVELS = ("instance", "layer", "request")
-BINS = 100  # 1 % wide: per-request means are counted in them
+BINS = 500  # 0.2 % wide
 
 
 def inputs(context: Context) -> dict[str, str]:
@@ -37,15 +37,11 @@ def inputs(context: Context) -> dict[str, str]:
 
 def run(context: Context) -> pd.DataFrame:
     """Tidy rows `level, item, quantity, value, n`: means with intervals, and the distributions behind the figure."""
-    work = [
-        jobs.Job(model, measure, {"model": model, "digest": routing.model_digest(model), "seed": context.seed})
-        for model in context.models
-    ]
-    return pd.DataFrame(jobs.run(context, work))
+    return routing.rows_per_model(context, measure)
 
 
 def measure(model: str, digest: str, seed: int) -> jobs.Rows:
-    """All rows of one model. `digest` is here to name the weights in the cache key."""
+    """All rows of one model."""
     question = routing.ask(model, REQUESTS_PER_SET, seed)
     source = question.source
     draft = with_experts(source.model, routing.quantized(question, DRAFT, CACHE).banks)
@@ -85,30 +81,33 @@ def _means(match: Fidelity, protocol: str, seed: int) -> jobs.Rows:
 
 
 def _distributions(match: Fidelity) -> jobs.Rows:
-    """Histograms of the overlap per instance and per request (`n` is a count), and the mean of every layer."""
-    values, counts = np.unique(match.overlap, return_counts=True)
-    instances = [("instance", f"{value:.3f}", value, count) for value, count in zip(values, counts)]
-    per_layer = fidelity.per_layer(match.overlap)
-    layers = [("layer", str(n), value, len(match.overlap)) for n, value in zip(match.layers, per_layer)]
-    per_request = fidelity.per_request(match.overlap, match.request_index)
-    counts, edges = np.histogram(per_request, bins=BINS, range=(0, 1))
-    requests = [("request", f"{edge:.2f}-{edge + 1 / BINS:.2f}", edge + 0.5 / BINS, count)
-                for edge, count in zip(edges, counts) if count]  # fmt: skip
+    """Histograms of the overlap (`n` is a count) per instance, per layer of a request and per request; layer means."""
+    request_layer = np.stack([fidelity.per_request(layer[:, None], match.request_index) for layer in match.overlap.T])
+    levels = {
+        "instance": match.overlap,
+        "layer": request_layer,  # [L, R]: mean over one request's tokens in one layer
+        "request": fidelity.per_request(match.overlap, match.request_index),
+    }
+    rows = []
+    for level, values in levels.items():
+        rounded, counts = np.unique(np.round(values * BINS) / BINS, return_counts=True)
+        rows += [(level, f"{value:.3f}", "overlap", value, n) for value, n in zip(rounded, counts)]
+    for quantity in ("overlap", "set_match"):
+        means = fidelity.per_layer(getattr(match, quantity))
+        rows += [("layer mean", str(n), quantity, mean, len(match.overlap)) for n, mean in zip(match.layers, means)]
     return [
-        {"level": level, "item": item, "quantity": "overlap", "protocol": TEACHER_FORCED,
+        {"level": level, "item": item, "quantity": quantity, "protocol": TEACHER_FORCED,
          "value": round(float(value), 4), "n": int(n)}
-        for level, item, value, n in (*instances, *layers, *requests)
+        for level, item, quantity, value, n in rows
     ]  # fmt: skip
 
 
 def modes(rows: pd.DataFrame) -> pd.Series:
-    """The most frequent overlap per (model, level); of layers, which are few, the smallest mean."""
-
-    def mode(part: pd.DataFrame) -> float:
-        return float(part["value"].min() if part["level"].iloc[0] == "layer" else part.loc[part["n"].idxmax(), "value"])
-
+    """The most frequent overlap per (model, level): middle of the fullest bin."""
     shown = rows[rows["level"].isin(LEVELS)]
-    return pd.Series({key: mode(part) for key, part in shown.groupby(["model", "level"], sort=False)})
+    return pd.Series({
+        key: float(part.loc[part["n"].idxmax(), "value"]) for key, part in shown.groupby(["model", "level"], sort=False)
+    })
 
 
 def plot(rows: pd.DataFrame) -> Figure:
@@ -121,20 +120,22 @@ def plot(rows: pd.DataFrame) -> Figure:
         part = mine[mine["level"] == "instance"].astype({"value": float})
         share = part["n"] / part["n"].sum()
         instance.bar(part["value"] + 0.022 * (i - 1), share, width=0.02, color=colors[model], label=model)
-        part = mine[mine["level"] == "layer"]
-        layer.plot(part["item"].astype(int), part["value"], marker="o", color=colors[model], label=model)
+        for quantity, style in (("overlap", "-"), ("set_match", "--")):
+            part = mine[(mine["level"] == "layer mean") & (mine["quantity"] == quantity)]
+            label = model if quantity == "overlap" else None
+            layer.plot(part["item"].astype(int), part["value"], style, marker="o", color=colors[model], label=label)
         part = mine[mine["level"] == "request"]
         request.bar(part["value"], part["n"] / part["n"].sum(), width=1 / BINS, color=colors[model], alpha=0.5, label=model)
     instance.set(title="per instance (token x layer)", xlabel="overlap of the top-k sets", ylabel="share of instances",
                  yscale="log")  # fmt: skip
-    layer.set(title="per layer", xlabel="decoder layer", ylabel="mean overlap")
+    layer.set(title="per layer: overlap (solid), same set (dashed)", xlabel="decoder layer", ylabel="mean match")
     layer.xaxis.get_major_locator().set_params(integer=True)
     layer.axhline(0.908, color="0.5", linewidth=0.8, linestyle=":")
-    layer.annotate("paper, Qwen mean (24 layers)", (layer.get_xlim()[1], 0.9085), fontsize=7, color="0.4", ha="right")
+    layer.annotate("paper, Qwen mean over 24 layers", (layer.get_xlim()[1], 0.909), fontsize=7, color="0.4", ha="right")
     request.set(title="per request", xlabel="mean overlap of a request", ylabel="share of requests")
     for axis in (instance, layer, request):
         axis.grid(alpha=0.25)
-    layer.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 0.08))
+    layer.legend(fontsize=8, loc="lower left")
     figure.tight_layout()
     plt.close(figure)
     return figure

@@ -7,8 +7,6 @@ tokens, the target verifies) for the 4-bit ones, which are the drafts of the pap
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -26,12 +24,13 @@ from specter_lab.measure.draft import free_running_draft
 from specter_lab.measure.fidelity import Fidelity
 from specter_lab.measure.prompts import PROMPT_SETS, TokenizedRequests
 from specter_lab.models.experts import with_experts
+from specter_lab.models.load import shown_name
 from specter_lab.paths import CACHE
 
 REQUESTS_PER_SET = 40  # five sets: 200 requests
 TEACHER_FORCED, FREE_RUNNING = "teacher-forced", "free-running"
 GGUF_BY_BITS = ("gguf-q2_k", "gguf-q3_k", "gguf-q4_0", "gguf-q4_k", "gguf-q5_k", "gguf-q6_k", "gguf-q8_0")
-COSTS = {"gptqmodel-gptq": 12.0, "gptqmodel-awq": 14.0, "autoawq": 14.0, None: 1.0}  # seconds, roughly
+COSTS = {"gptqmodel-gptq": 26.0, "gptqmodel-awq": 35.0, "autoawq": 40.0, None: 4.0}  # seconds, roughly
 TICKS = (0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)  # of the figure
 PAPER_MEANS = {"GGUF Q2": 0.9296, "GGUF Q8": 0.9938}  # Specter [S]; the table's cells are not known
 
@@ -53,7 +52,7 @@ def _jobs(context: Context) -> list[jobs.Job]:
             f"{model}, {name}",
             measure,
             {
-                "model": model, "digest": routing.model_digest(model), "quantizer": name, "seed": context.seed,
+                "model": model, "digest": routing.inputs_digest(model), "quantizer": name, "seed": context.seed,
                 "not_run": not_run_reason(name, routing.model_type(model)),
             },
             cost=COSTS[quantizer.job],
@@ -64,9 +63,9 @@ def _jobs(context: Context) -> list[jobs.Job]:
 
 
 def measure(model: str, digest: str, quantizer: str, seed: int, not_run: str | None) -> jobs.Rows:
-    """All rows of one model and one quantiser. `digest` is here to name the weights in the cache key."""
+    """All rows of one model and one quantiser. `digest` is here to name what it reads in the cache key."""
     bits = QUANTIZERS[quantizer].bits
-    base = {"model": Path(model).name if Path(model).is_dir() else model, "quantizer": quantizer, "bits": bits}
+    base = {"model": shown_name(model), "quantizer": quantizer, "bits": bits}
     if not_run:
         return [base | {"protocol": TEACHER_FORCED, "prompt_set": "all", "status": not_run}]
     question = routing.ask(model, REQUESTS_PER_SET, seed)
@@ -76,6 +75,7 @@ def measure(model: str, digest: str, quantizer: str, seed: int, not_run: str | N
     base |= {"bits_per_weight": round(experts.bits_per_weight, 4), "status": "ok"}
     if experts.coverage is not None:
         base |= {"starved_experts": len(experts.coverage.starved)}
+    base |= {"notes": "; ".join(experts.notes)}
 
     trace = capture(draft, question.tokens, question.origin(quantizer))
     rows = _rows(fidelity.compare(routing.reference_trace(question, CACHE), trace), question.tokens, seed)
@@ -122,12 +122,12 @@ def summary(rows: pd.DataFrame, protocol: str = TEACHER_FORCED) -> pd.DataFrame:
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Specter's Table 1: mean overlap per quantiser (rows) and model (columns), with the mean over models."""
+    """Specter's Table 1: mean overlap per quantiser (rows) and model (columns); the mean only where all models ran."""
     wide = rows[(rows["prompt_set"] == "all") & (rows["protocol"] == TEACHER_FORCED)]
     wide = wide.pivot(index="quantizer", columns="model", values="overlap_mean")
     wide = wide.reindex(index=list(QUANTIZERS), columns=list(dict.fromkeys(rows["model"])))
     bits = summary(rows).groupby("quantizer")["bits_per_weight"].mean()
-    return wide.assign(mean=wide.mean(axis=1)).pipe(lambda t: t.assign(bits_per_weight=bits.reindex(t.index)))
+    return wide.assign(mean=wide.mean(axis=1, skipna=False)).pipe(lambda t: t.assign(bits_per_weight=bits.reindex(t.index)))
 
 
 def plot(rows: pd.DataFrame) -> Figure:
@@ -181,8 +181,9 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
     def mean_over_models(name: str, quantizer: str) -> Measured:
         cells = by_quantizer.loc[quantizer]
         means = cells[["overlap_mean", "overlap_ci_low", "overlap_ci_high"]].mean()
-        note = "rows too short for K-quants use llama.cpp's fallback types" if "_k" in quantizer else ""
-        return Measured(f"specter-table1/{name}", *map(float, means), n=int(cells["n_requests"].sum()), note=note)
+        notes = ("interval: ends averaged over models", *dict.fromkeys(cells["notes"].dropna()))
+        note = "; ".join(filter(None, notes))
+        return Measured(f"specter-table1/{name}", *map(float, means), n=int(cells["n_requests"].min()), note=note)
 
     orders = [share_of_pairs_in_order([by_quantizer.loc[(q, m), "overlap_mean"] for q in GGUF_BY_BITS])
               for m in dict.fromkeys(shown["model"])]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# share of the fair load -> label of the histogram row
+# rows of the histogram: from, to, in shares of the fair load
 BANDS = ((0.0, 0.1), (0.1, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.5), (1.5, 2.0), (2.0, float("inf")))
 
 

@@ -26,8 +26,9 @@ from specter_lab.models.zoo.archives import Source, fetch, load_sources
 from specter_lab.models.zoo.extract import EXTRACTORS
 from specter_lab.models.zoo.split import evaluation_part, roles, training_part
 from specter_lab.models.zoo.text import Document, order_key, shingle_index
+from specter_lab.paths import CACHE, DATA
 
-DEFAULT_DIR = Path("artifacts/cache/corpus")
+DEFAULT_DIR = CACHE / "corpus"
 HELDOUT_LIMIT_BYTES = 200_000  # per domain
 CALIBRATION_LIMIT_BYTES = 52_000
 TOY_DOMAIN_MB = 2.0
@@ -62,7 +63,7 @@ def build(options: BuildOptions) -> dict:
         pinned = shipped.Pinned({source.key: source for source in wanted}, archives)
         shipped.write_requests(shipped.requests(pinned, options.seed))
         for part in ("calibration", "heldout"):
-            for path in (shipped.DATA_DIR / part).glob("*.jsonl"):
+            for path in (DATA / part).glob("*.jsonl"):
                 path.unlink()
     index = shingle_index(shipped.prompt_texts())
     parts["heldout"] = evaluation_part(parts["heldout"], HELDOUT_LIMIT_BYTES, index, options.seed)

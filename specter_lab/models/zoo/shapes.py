@@ -1,7 +1,7 @@
 """Shapes of the zoo: the originals' classes and routing geometry at widths that train in minutes.
 
 Head dimensions (128; MLA 128 + 64), experts, top-k and shared experts are the originals'; model width, expert width
-and head counts are divided. Every divided size divides the original's, so that widening (DESIGN.md section 2) reaches
+and head counts are divided. Every divided size divides the original's, so that tiling the weights reaches
 the full geometry exactly: expert width 32 x 44 = 1408 (Qwen, DeepSeek), 64 x 100 = 6400 (Phi).
 A *proxy* has the original's depth as well; proxies are trained by the same recipe and not shipped. `dense-nano` is the
 dense control: qwen-nano's active width (4 experts of 32, shared 128) in one expert that every token uses.

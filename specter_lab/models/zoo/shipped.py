@@ -13,8 +13,8 @@ from specter_lab.models.zoo.archives import Source, member, sha256_of
 from specter_lab.models.zoo.mathematics import template_generators, template_problems
 from specter_lab.models.zoo.split import prompt_units
 from specter_lab.models.zoo.text import Document, chunks, normalise, order_key
+from specter_lab.paths import DATA
 
-DATA_DIR = Path(__file__).parents[3] / "data"
 PROMPT_DOMAINS = ("mathematics", "prose", "code", "instructions", "dialogue")
 REQUESTS_PER_DOMAIN = 200
 SHORT_CHARS = 250  # a text below this is lengthened by its own answer or follow-up
@@ -170,7 +170,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 def write_requests(made: dict[str, list[Request]]) -> None:
     """Write data/prompts/."""
     for domain, rows in made.items():
-        write_lines(DATA_DIR / "prompts" / f"{domain}.jsonl",
+        write_lines(DATA / "prompts" / f"{domain}.jsonl",
                     [{key: value for key, value in asdict(row).items() if value} for row in rows])
 
 
@@ -179,7 +179,7 @@ def write_texts(heldout: list[Document], calibration: list[Document], pinned: Pi
     names = first_names(pinned)
     heldout = [without_named_turns(document, names) for document in heldout]
     calibration = [without_named_turns(document, names) for document in calibration]
-    write_lines(DATA_DIR / "calibration" / "calibration.jsonl", [record(document) for document in calibration])
+    write_lines(DATA / "calibration" / "calibration.jsonl", [record(document) for document in calibration])
     for domain in sorted({document.domain for document in heldout}):
         rows, left_bytes = [], SHIPPED_HELDOUT_BYTES
         for document in heldout:
@@ -187,7 +187,7 @@ def write_texts(heldout: list[Document], calibration: list[Document], pinned: Pi
             if document.domain == domain and size_bytes <= left_bytes:
                 rows.append(record(document))
                 left_bytes -= size_bytes
-        write_lines(DATA_DIR / "heldout" / f"{domain}.jsonl", rows)
+        write_lines(DATA / "heldout" / f"{domain}.jsonl", rows)
 
 
 def record(document: Document) -> dict[str, str]:
@@ -197,9 +197,9 @@ def record(document: Document) -> dict[str, str]:
 
 def write_manifest() -> None:
     """Write data/MANIFEST.sha256 over prompts, calibration and held-out text."""
-    files = sorted(path for part in ("prompts", "calibration", "heldout") for path in (DATA_DIR / part).glob("*.jsonl"))
-    lines = [f"{sha256_of(path)}  {path.relative_to(DATA_DIR).as_posix()}\n" for path in files]
-    (DATA_DIR / "MANIFEST.sha256").write_text("".join(lines), encoding="utf-8")
+    files = sorted(path for part in ("prompts", "calibration", "heldout") for path in (DATA / part).glob("*.jsonl"))
+    lines = [f"{sha256_of(path)}  {path.relative_to(DATA).as_posix()}\n" for path in files]
+    (DATA / "MANIFEST.sha256").write_text("".join(lines), encoding="utf-8")
 
 
 def prompt_texts() -> list[str]:
@@ -213,6 +213,6 @@ def held_texts() -> list[str]:
 
 
 def _texts(parts: tuple[str, ...]) -> list[str]:
-    files = sorted(path for part in parts for path in (DATA_DIR / part).glob("*.jsonl"))
+    files = sorted(path for part in parts for path in (DATA / part).glob("*.jsonl"))
     rows = [json.loads(line) for path in files for line in path.read_text(encoding="utf-8").split("\n") if line]
     return [row[field] for row in rows for field in ("text", "reference") if field in row]

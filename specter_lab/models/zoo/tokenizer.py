@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 from specter_lab.errors import UserError
 from specter_lab.models.zoo.corpus import DEFAULT_DIR, read_documents, read_summary
 from specter_lab.models.zoo.shapes import MAX_POSITIONS, VOCAB_SIZE
-from specter_lab.models.zoo.shipped import DATA_DIR
+from specter_lab.paths import ZOO
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")  # ids 0, 1, 2
 SAMPLE_BYTES_PER_DOMAIN = 4_000_000
 SAMPLE_SEED = 0
-TOKENIZER_DIR = DATA_DIR / "zoo" / "tokenizer"
+TOKENIZER_DIR = ZOO / "tokenizer"
 
 
 def sample_texts(corpus_dir: Path, bytes_per_domain: int = SAMPLE_BYTES_PER_DOMAIN) -> Iterator[str]:

@@ -36,7 +36,8 @@ TOY = recipe.Recipe(tokens=65_536, batch=8, seq_len=128, warmup_steps=8)
 
 def tokenize(corpus: Path, tokenizer_dir: Path, split: str) -> dict[str, np.ndarray]:
     """Token ids [N] uint16 per domain of one split, documents closed by </s>; cached beside the corpus."""
-    cache = corpus / f"{split}.{sha256_of(tokenizer_dir / 'tokenizer.json')[:8]}.npz"
+    made_from = f"{sha256_of(corpus / 'corpus.json')[:8]}.{sha256_of(tokenizer_dir / 'tokenizer.json')[:8]}"
+    cache = corpus / f"{split}.{made_from}.npz"
     if not cache.exists():
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir).backend_tokenizer
         texts: dict[str, list[str]] = {}

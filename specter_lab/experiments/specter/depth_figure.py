@@ -1,0 +1,130 @@
+"""The figure of specter-depth, from its rows alone."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from specter_lab.measure.acceptance import expected_accepted
+from specter_lab.measure.prompts import PROMPT_SETS
+from specter_lab.measure.sampling import GREEDY
+
+# What a row is about: its column `by`; `item` says which one.
+DEPTH, POSITION, SET, REPEAT = "depth", "position", "prompt set", "repeat"
+QUANTIZER, PREFIX, TPOT, BEST = "quantizer", "prefix length", "tpot", "best depth"
+
+PAPER_ACCEPTANCE = 0.9663  # Specter [S]: accepted over checked
+DEFINITIONS = {"paper": "-", "steady": "--", "decode": ":"}  # of TPOT -> line style
+PAPER_BEST = {"qwen": 8, "phi": 16, "deepseek": 16}
+
+
+def chosen(rows: pd.DataFrame, by: str, temperature: float = GREEDY, **columns) -> pd.DataFrame:
+    """The rows of one kind at one temperature, with these values in other columns."""
+    kept = (rows["by"] == by) & (rows["temperature"] == temperature)
+    for name, value in columns.items():
+        kept &= rows[name] == value
+    return rows[kept]
+
+
+def plot(rows: pd.DataFrame) -> Figure:
+    """Acceptance by position, prompt set, quantiser and prefix length; tokens per round; simulated TPOT against K."""
+    models = list(dict.fromkeys(rows["model"]))
+    colors = dict(zip(models, sns.color_palette("colorblind", len(models))))
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7.2), constrained_layout=True)
+    for panel, axis in zip((_positions, _tokens_per_round, _tpot, _prompt_sets, _quantizers, _prefixes), axes.flat):
+        panel(axis, rows, colors)
+        axis.grid(alpha=0.25)
+    for axis in (axes[0, 0], *axes[1]):
+        axis.axhline(PAPER_ACCEPTANCE, color="0.4", linewidth=0.8, linestyle=":")
+    axes[0, 0].annotate("paper: 96.63 %", (1, PAPER_ACCEPTANCE), fontsize=7, color="0.35", va="bottom")
+    figure.legend(*axes[1, 2].get_legend_handles_labels(), loc="outside lower center", ncols=len(models))
+    plt.close(figure)
+    return figure
+
+
+def _points(axis: Axes, x: np.ndarray, part: pd.DataFrame, column: str, **style) -> None:
+    """Values with their intervals."""
+    ends = part[[f"{column}_ci_low", f"{column}_ci_high"]].T.to_numpy()
+    axis.errorbar(x, part[column], yerr=np.abs(ends - part[column].to_numpy()), **{"capsize": 2, "markersize": 4} | style)
+
+
+def _positions(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
+    for model, color in colors.items():
+        part = chosen(rows, POSITION, model=model)
+        x = part["item"].astype(int)
+        axis.plot(x, part["accepted_per_checked"], color=color, marker=".")
+        axis.fill_between(x, part["accepted_per_checked_ci_low"], part["accepted_per_checked_ci_high"], color=color, alpha=0.15)
+    depth = int(chosen(rows, POSITION)["depth"].max())
+    axis.set(title=f"a  Each position passes alike (greedy, K = {depth})", xlabel="position in the drafted window",
+             ylabel="accepted / checked")  # fmt: skip
+
+
+def _tokens_per_round(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
+    acceptances = []
+    for model, color in colors.items():
+        for temperature, marker in ((GREEDY, "o"), (1.0, "^")):
+            part = chosen(rows, DEPTH, temperature, model=model)
+            filled = color if temperature == GREEDY else "white"
+            _points(axis, part["depth"], part, "tokens_per_round", color=color, marker=marker, linestyle="none", mfc=filled)
+            if temperature == GREEDY:
+                acceptances += part["accepted_per_checked"].tolist()
+    a, depths = float(np.mean(acceptances)), np.arange(1, 33)
+    axis.plot(depths, [1 + expected_accepted(a, k) for k in depths], color="0.3", linewidth=1)
+    axis.plot(depths, [1 + expected_accepted(PAPER_ACCEPTANCE, k) for k in depths], color="0.3", linewidth=1, linestyle="--")
+    axis.axhline(1 + expected_accepted(PAPER_ACCEPTANCE, None), color="0.4", linewidth=0.8, linestyle=":")
+    axis.annotate("paper: 1 + a/(1-a) = 29.7, for K → ∞ only", (1, 29.9), fontsize=7, color="0.35", va="bottom")
+    axis.annotate(f"bounded, our a = {a:.3f}", (20, 1 + expected_accepted(a, 20)), xytext=(-4, 6), fontsize=7,
+                  textcoords="offset points", ha="right", color="0.35")  # fmt: skip
+    axis.annotate("bounded, paper's a", (24, 1 + expected_accepted(PAPER_ACCEPTANCE, 24)), xytext=(4, -10), fontsize=7,
+                  textcoords="offset points", color="0.35")  # fmt: skip
+    axis.set(title="b  Tokens per round (● greedy, △ T = 1)", xlabel="depth K", ylabel="tokens per round", ylim=(0, 32))
+
+
+def _tpot(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
+    for model, color in colors.items():
+        for definition, style in DEFINITIONS.items():
+            part = chosen(rows, TPOT, model=model, budget="high", definition=definition)
+            axis.plot(part["depth"], part["simulated_tpot_ms"], linestyle=style, color=color, linewidth=1.2)
+            best = part.loc[part["simulated_tpot_ms"].idxmin()]
+            if definition == "paper":
+                axis.plot(best["depth"], best["simulated_tpot_ms"], marker="*", markersize=11, color=color)
+    for definition, style in DEFINITIONS.items():
+        axis.plot([], [], linestyle=style, color="0.3", linewidth=1.2, label=definition)
+    axis.legend(fontsize=7, title="definition; ★ K* (paper's)", title_fontsize=7)
+    profile = chosen(rows, TPOT)["profile"].iloc[0]
+    axis.set(title=f"c  SIMULATED, {profile}, originals' bytes", xlabel="depth K", ylabel="TPOT, ms", yscale="log")
+
+
+def _prompt_sets(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
+    _dots(axis, chosen(rows, SET), PROMPT_SETS, colors)
+    axis.set(title="d  By prompt set", ylabel="accepted / checked")
+
+
+def _quantizers(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
+    part = chosen(rows, QUANTIZER)
+    order = part.groupby("item")["accepted_per_checked"].mean().sort_values(ascending=False).index
+    _dots(axis, part, order, colors)
+    axis.set(title="e  By the draft's quantiser")
+
+
+def _dots(axis: Axes, rows: pd.DataFrame, items: tuple, colors: dict) -> None:
+    """One dot per item and model, side by side."""
+    for i, (model, color) in enumerate(colors.items()):
+        part = rows[rows["model"] == model].set_index("item").reindex(items)
+        shift = 0.16 * (i - (len(colors) - 1) / 2)
+        _points(axis, np.arange(len(items)) + shift, part, "accepted_per_checked", color=color, marker="o", linestyle="none")
+    axis.set_xticks(range(len(items)), items, rotation=25, ha="right", fontsize=8)
+
+
+def _prefixes(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
+    for model, color in colors.items():
+        part = chosen(rows, PREFIX, model=model)
+        _points(axis, part["item"].astype(int), part, "accepted_per_checked", color=color, marker="o", label=model)
+    lengths = chosen(rows, PREFIX)["item"].astype(int).unique()
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, lengths)
+    axis.set(title="f  By prefix length", xlabel="prompt tokens")
