@@ -81,9 +81,10 @@ def _connected() -> Iterator:
         raise UserError("RUNNER=ray needs Ray: install it with `make setup-ray`") from error
     try:
         ray.init(log_to_driver=False, logging_level="ERROR")
-    except ConnectionError as error:
+    except Exception as error:  # not reachable, or not started in time: Ray has no one type for it
         where = os.environ.get("RAY_ADDRESS", "this machine")
-        raise UserError(f"no Ray cluster answers at {where}: start one with `.venv/bin/ray start --head`") from error
+        raise UserError(f"Ray at {where} does not answer ({str(error).splitlines()[0]}): run `.venv/bin/ray start --head` "
+                        f"there, and this command again") from error  # fmt: skip
     try:
         yield ray
     finally:

@@ -52,6 +52,36 @@ EXPERIMENTS = {
             "Specter", "activation entropy", "specter_lab.experiments.specter.activation_entropy",
             {"cpu": 3, "paper": None}, aliases=("activation-entropy",),
         ),
+        Experiment(
+            "specter-expert-explosion", "distinct experts per layer against K, and reuse between windows",
+            "Specter", "expert explosion", "specter_lab.experiments.specter.expert_explosion",
+            {"cpu": 3, "paper": None}, aliases=("expert-explosion",),
+        ),
+        Experiment(
+            "specter-memory", "memory of draft and target at 12K context, apart and shared",
+            "Specter", "memory table", "specter_lab.experiments.specter.memory",
+            {"cpu": 1, "paper": 1}, aliases=("memory",),
+        ),
+        Experiment(
+            "specter-depth", "acceptance of drafted tokens, and the best depth K*",
+            "Specter", "depth", "specter_lab.experiments.specter.depth",
+            {"cpu": 5, "paper": None}, aliases=("depth",),
+        ),
+        Experiment(
+            "specter-losslessness", "speculative against plain decoding, greedy and sampled",
+            "Specter", "losslessness", "specter_lab.experiments.specter.losslessness",
+            {"cpu": 3, "paper": None}, aliases=("losslessness",),
+        ),
+        Experiment(
+            "specter-dense-vs-moe", "what speculation gains against K under a memory limit, dense and MoE",
+            "Specter", "dense against MoE", "specter_lab.experiments.specter.dense_vs_moe",
+            {"cpu": 3, "paper": None}, aliases=("dense-vs-moe",),
+        ),
+        Experiment(
+            "specter-latency-breakdown", "share of memory operations in offloaded decoding",
+            "Specter", "latency breakdown", "specter_lab.experiments.specter.latency_breakdown",
+            {"cpu": 2, "paper": None}, aliases=("latency-breakdown",),
+        ),
     )
 }  # fmt: skip
 

@@ -68,7 +68,7 @@ def decode(
 
 
 def before_end(inputs: Tensor, end_of_text: int | list[int] | None) -> Tensor:
-    """Which inputs [R, N] come before the first end-of-text token: [R, N] bool; the first, the prompt's, always does."""
+    """Which inputs [R, N] come before the first end-of-text token, the prompt's one always: [R, N] bool."""
     ends = torch.isin(inputs, torch.tensor([] if end_of_text is None else end_of_text, dtype=torch.long))
     ends[:, 0] = False
     return ends.long().cumsum(dim=1) == 0

@@ -131,4 +131,5 @@ def no_residual(drafted: Tensor, q: Tensor, p: Tensor, generator: Generator) -> 
     return accepted, sample(at(p, accepted), generator)
 
 
-RULES: dict[str, AcceptRule] = {"standard": accept, "always accept": always_accept, "no residual": no_residual}
+STANDARD = "standard"
+RULES: dict[str, AcceptRule] = {STANDARD: accept, "always accept": always_accept, "no residual": no_residual}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoConfig, DeepseekV2Config, PhimoeConfig, PretrainedConfig, Qwen2MoeConfig
+from transformers import AutoConfig, DeepseekV2Config, MixtralConfig, PhimoeConfig, PretrainedConfig, Qwen2MoeConfig
 
 from specter_lab.errors import UserError
 from specter_lab.models.geometry import GEOMETRY
@@ -31,6 +31,11 @@ ORIGINALS: dict[str, PretrainedConfig] = {
         intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
         num_experts_per_tok=6, first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
         qk_rope_head_dim=64, v_head_dim=128, max_position_embeddings=163840, tie_word_embeddings=False,
+    ),
+    "Mixtral-8x7B": MixtralConfig(
+        vocab_size=32000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=32768,
+        tie_word_embeddings=False,
     ),
 }  # fmt: skip
 

@@ -100,23 +100,35 @@ def tpot_ms(cost: RoundCost, tokens_per_round: float) -> float:
 def draft_step_ms(model: Anatomy, profile: Profile, context_tokens: int = 0) -> float:
     """One token through shared BF16 weights and top-k INT4 experts."""
     expert_bytes = model.moe_layers * model.top_k * int4_expert_bytes(model.hidden_size, model.expert_width)
-    return _pass_ms(model, profile, 1, expert_bytes, context_tokens)
+    return max(_kernels_ms(model, profile, 1, expert_bytes, context_tokens), launches_ms(model, profile))
 
 
 def verify_ms(
     model: Anatomy, profile: Profile, tokens: int, distinct_experts: float, context_tokens: int = 0
 ) -> float:
     """`tokens` tokens through the target in one pass that reads `distinct_experts` BF16 experts per MoE layer."""
+    kernels_ms = verify_kernels_ms(model, profile, tokens, distinct_experts, context_tokens)
+    return max(kernels_ms, launches_ms(model, profile))
+
+
+def verify_kernels_ms(
+    model: Anatomy, profile: Profile, tokens: int, distinct_experts: float, context_tokens: int = 0
+) -> float:
+    """The GPU's own part of `verify_ms`: what it takes when nobody waits for the host."""
     expert_bytes = model.moe_layers * distinct_experts * model.expert_bytes
-    return _pass_ms(model, profile, tokens, expert_bytes, context_tokens)
+    return _kernels_ms(model, profile, tokens, expert_bytes, context_tokens)
 
 
-def _pass_ms(model: Anatomy, profile: Profile, tokens: int, expert_bytes: float, context_tokens: int) -> float:
+def launches_ms(model: Anatomy, profile: Profile) -> float:
+    """What the host needs to launch one pass."""
+    return model.layers * OPERATORS_PER_LAYER * profile.launch_us * 1e-3
+
+
+def _kernels_ms(model: Anatomy, profile: Profile, tokens: int, expert_bytes: float, context_tokens: int) -> float:
     every_token_bytes = model.every_token_parameters * BF16_BYTES + context_tokens * model.kv_bytes_per_token
     expert_flops = 2 * tokens * model.moe_layers * model.top_k * model.parameters_per_expert
-    compute_ms = _roofline_ms(profile, every_token_bytes, 2 * tokens * model.every_token_parameters)
-    compute_ms += _roofline_ms(profile, expert_bytes, expert_flops)
-    return max(compute_ms, model.layers * OPERATORS_PER_LAYER * profile.launch_us * 1e-3)
+    shared_ms = _roofline_ms(profile, every_token_bytes, 2 * tokens * model.every_token_parameters)
+    return shared_ms + _roofline_ms(profile, expert_bytes, expert_flops)
 
 
 def _roofline_ms(profile: Profile, num_bytes: float, flops: float) -> float:

@@ -28,18 +28,29 @@ def context():
 def cluster():
     """Two nodes of one core each: two raylets with their own workers, on this machine."""
     pytest.importorskip("ray", reason="ray is not installed: `make setup-ray`")
-    from ray.cluster_utils import Cluster
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(paths.ROOT))  # workers inherit the environment of their node
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-        try:
-            cluster.add_node(**NODE)
-            patch.setenv("RAY_ADDRESS", cluster.address)
-            yield cluster
-        finally:
-            cluster.shutdown()
+        cluster = start_cluster()
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        cluster.shutdown()
+
+
+def start_cluster(attempts=3):
+    """Ray gives a node 30 s to start, which is little on a machine that others use."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        for _ in range(2):
+            cluster.add_node(**NODE, include_dashboard=False)
+    except Exception as error:
+        cluster.shutdown()
+        if attempts == 1 or "timed out during startup" not in str(error):
+            raise
+        return start_cluster(attempts - 1)
+    return cluster
 
 
 def kill_soon(log, pid_of, delay_s=0.5):
@@ -115,6 +126,13 @@ def test_a_node_that_lacks_the_code_is_told_apart(log, tmp_path, monkeypatch):
     only_here = importlib.import_module("only_here")
     with pytest.raises(UserError, match="^far away: a node cannot load the row .*No module named 'only_here'.*: start"):
         jobs.run(context(), [jobs.Job("far away", only_here.row, {})])
+
+
+@needs_ray
+def test_a_cluster_that_is_not_there(log, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(UserError, match="Ray at 127.0.0.1:9 does not answer .*: run `.venv/bin/ray start --head` there"):
+        jobs.run(context(), toy.squares(context(), count=1))
 
 
 def test_without_ray_and_with_an_unknown_runner(log, monkeypatch):

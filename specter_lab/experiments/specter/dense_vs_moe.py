@@ -14,7 +14,8 @@ The dense control keeps the same *share* of its weights on the GPU as the MoE it
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -35,6 +36,7 @@ from specter_lab.measure.explosion import used_experts
 from specter_lab.measure.speculate import Rounds, speculative_decode
 from specter_lab.measure.trace import Trace
 from specter_lab.models.experts import with_experts
+from specter_lab.models.load import shown_name
 from specter_lab.paths import CACHE
 from specter_lab.plan.depth import round_costs
 from specter_lab.plan.hardware import read_profile
@@ -47,6 +49,9 @@ DEPTHS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
 HALF = 16
 TARGET, WHOLE = "target side", "whole round"
 STRAIGHTNESS, SLOPES = "R^2 of the straight line", "slope above K = 16 over slope below"
+GAIN = "gain"
+ESTIMATE = ["simulated_value", "simulated_value_ci_low", "simulated_value_ci_high"]
+PER_ROUND = ("tokens_per_round", "distinct_experts", "resident_experts", "simulated_h2d_gb_per_round")
 RESAMPLES = 2000
 
 
@@ -56,12 +61,8 @@ def inputs(context: Context) -> dict[str, str]:
 
 
 def run(context: Context) -> pd.DataFrame:
-    """Tidy rows: per model, budget and depth what was measured and the simulated gains; and the shape of every curve."""
-    work = [
-        jobs.Job(model, measure, {"model": model, "digest": routing.model_digest(model), "seed": context.seed})
-        for model in _models(context)
-    ]
-    return pd.DataFrame(jobs.run(context, work))
+    """Tidy rows: per model, budget and depth what was measured and the simulated gains; the shape of every curve."""
+    return routing.rows_per_model(replace(context, models=_models(context)), measure)
 
 
 def _models(context: Context) -> tuple[str, ...]:
@@ -70,7 +71,7 @@ def _models(context: Context) -> tuple[str, ...]:
 
 
 def measure(model: str, digest: str, seed: int) -> jobs.Rows:
-    """All rows of one model. `digest` is here to name the weights in the cache key."""
+    """All rows of one model. `digest` is here to name what it reads in the cache key."""
     question = routing.ask(model, REQUESTS_PER_SET, seed)
     target, tokens = question.source.model, question.tokens.at_least(routing.PREFIX_TOKENS)
     draft = with_experts(target, routing.quantized(question, DRAFT, CACHE).banks)
@@ -78,7 +79,7 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
     plain = decode(target, tokens, question.origin(), prefix_tokens=routing.PREFIX_TOKENS, new_tokens=NEW_TOKENS)
     rounds = {PLAIN: plain_rounds(plain)}
     rounds |= {k: speculative_decode(target, draft, prompts, new_tokens=NEW_TOKENS, depth=k).rounds for k in DEPTHS}
-    base = {"model": Path(model).name if Path(model).is_dir() else model, "priced_as": priced_as(model).name}
+    base = {"model": question.source.name, "priced_as": shown_name(priced_as(model).name)}
     return [
         base | {"budget": budget, "slots_per_layer": round(slots, 3)} | row
         for budget, slots in slots_of(model, routing.family(model)).items()
@@ -95,35 +96,41 @@ def plain_rounds(trace: Trace) -> Rounds:
 def _gains(model: str, rounds: dict[int, Rounds], slots: float, seed: int) -> jobs.Rows:
     """Rows of one model under one budget."""
     priced, profile = priced_as(model), read_profile()
-    tokens, rows = [], []
-    times: dict[str, list[np.ndarray]] = {TARGET: [], WHOLE: []}  # per depth [R], ms of each request
-    for depth, of_depth in rounds.items():
+    per_depth, times = [], {TARGET: [], WHOLE: []}  # one item per depth
+    for of_depth in rounds.values():
         held = _residency(of_depth, slots)
         costs = round_costs(of_depth, held, priced, profile, slots)
-        tokens.append(np.bincount(of_depth.request, weights=of_depth.accepted + 1))
-        for side, ms in ((TARGET, [c.verify_ms + c.h2d_ms for c in costs]), (WHOLE, [c.total_ms for c in costs])):
-            times[side].append(np.bincount(of_depth.request, weights=ms))
-        rows.append({
-            "depth": depth, "n_rounds": len(of_depth.accepted), "n_requests": len(tokens[-1]),
-            "tokens_per_round": round(float((of_depth.accepted + 1).mean()), 3),
-            "distinct_experts": round(float(held.distinct.mean()), 3),
-            "resident_experts": round(float(held.resident.mean()), 3),
-            "simulated_h2d_gb_per_round": round(float(np.mean([c.h2d_bytes for c in costs])) / 1e9, 3),
-        })  # fmt: skip
-    drawn = np.concatenate([np.ones((1, len(tokens[0]))), resample_counts(len(tokens[0]), RESAMPLES, seed)])  # [1 + B, R]
-    committed = drawn @ np.stack(tokens, axis=1)  # [1 + B, K]
+        h2d_gb = np.array([cost.h2d_bytes for cost in costs]) / 1e9
+        columns = (np.ones(len(costs)), of_depth.accepted + 1, held.distinct, held.resident, h2d_gb)
+        per_depth.append(_per_request(of_depth, columns))  # [R, 5]
+        times[TARGET].append(_per_request(of_depth, ([cost.verify_ms + cost.h2d_ms for cost in costs],)))  # [R, 1]
+        times[WHOLE].append(_per_request(of_depth, ([cost.total_ms for cost in costs],)))
+    requests = len(per_depth[0])
+    drawn = np.concatenate([np.ones((1, requests)), resample_counts(requests, RESAMPLES, seed)])  # [1 + B, R]
+    sums = np.einsum("br,krm->bkm", drawn, np.stack(per_depth))  # [1 + B, K, 5]; the first row is the estimate
+    means = sums[..., 1:] / sums[..., :1]
+    rows = []
+    for i, depth in enumerate(rounds):
+        row = {"depth": depth, "n_requests": requests, "n_rounds": int(sums[0, i, 0])}
+        for name, values in zip(PER_ROUND, means[:, i].T):
+            row |= _estimate(name, values)
+        rows.append(row)
     found = []
     for side, ms in times.items():
-        tpot = (drawn @ np.stack(ms, axis=1)) / committed  # [1 + B, K]; the first row is the estimate
+        tpot = (drawn @ np.concatenate(ms, axis=1)) / sums[..., 1]  # [1 + B, K]
         gain = tpot[:, :1] / tpot
-        found += [
-            row | {"quantity": "gain", "side": side, "simulated_tpot_ms": round(float(tpot[0, i]), 3)} | _estimate(gain[:, i])
-            for i, row in enumerate(rows)
-        ]
-        shapes = {STRAIGHTNESS: straightness(gain), SLOPES: slope_ratio(gain)}
-        found += [{"quantity": name, "side": side, "n_requests": len(tokens[0])} | _estimate(values)
-                  for name, values in shapes.items()]  # fmt: skip
+        for i, row in enumerate(rows):
+            found.append(row | {"quantity": GAIN, "side": side, "simulated_tpot_ms": round(float(tpot[0, i]), 3)}
+                         | _estimate("simulated_value", gain[:, i]))  # fmt: skip
+        for quantity, values in ((STRAIGHTNESS, straightness(gain)), (SLOPES, slope_ratio(gain))):
+            row = {"n_requests": requests, "quantity": quantity, "side": side}
+            found.append(row | _estimate("simulated_value", values))
     return found
+
+
+def _per_request(rounds: Rounds, columns: Iterable[Sequence[float]]) -> np.ndarray:
+    """Sums over each request's rounds: M columns of [N] -> [R, M]."""
+    return np.stack([np.bincount(rounds.request, weights=column) for column in columns], axis=1)
 
 
 def _residency(rounds: Rounds, slots: float) -> Residency:
@@ -148,17 +155,17 @@ def slope_ratio(gain: np.ndarray) -> np.ndarray:
     return upper / lower
 
 
-def _estimate(values: np.ndarray) -> dict:
+def _estimate(name: str, values: np.ndarray) -> dict:
     """The first value, with the percentile interval of the others."""
     low, high = np.quantile(values[1:], (0.025, 0.975))
-    numbers = {"simulated_value": values[0], "ci_low": low, "ci_high": high}
-    return {name: round(float(value), 4) for name, value in numbers.items()}
+    numbers = {name: values[0], f"{name}_ci_low": low, f"{name}_ci_high": high}
+    return {key: round(float(value), 3) for key, value in numbers.items()}
 
 
 def curve(rows: pd.DataFrame, model: str, side: str, budget: str = "high") -> pd.DataFrame:
     """One gain curve by depth."""
     kept = (rows["model"] == model) & (rows["side"] == side) & (rows["budget"] == budget)
-    return rows[kept & (rows["quantity"] == "gain")].set_index("depth").sort_index()
+    return rows[kept & (rows["quantity"] == GAIN)].set_index("depth").sort_index()
 
 
 def plot(rows: pd.DataFrame) -> Figure:
@@ -166,16 +173,19 @@ def plot(rows: pd.DataFrame) -> Figure:
     models = list(dict.fromkeys(rows["model"]))
     colors = dict(zip(models, ["black", *sns.color_palette("colorblind", len(models) - 1)]))
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
-    panels = ((TARGET, models, "target side: draft free, nothing hidden"),
-              (TARGET, models[1:], "target side, MoE only"), (WHOLE, models, "whole round: draft charged, copies hidden"))
+    panels = (
+        (TARGET, models, "target side: draft free, nothing hidden"),
+        (TARGET, models[1:], "target side, MoE only"),
+        (WHOLE, models, "whole round: draft charged, copies hidden"),
+    )
     for axis, (side, shown, title) in zip(axes, panels):
         for model in shown:
             for budget, style in (("high", "-"), ("low", "--")):
                 points = curve(rows, model, side, budget)
-                axis.plot(points.index, points["simulated_value"], style, color=colors[model], marker="o", markersize=3,
+                gain, low, high = points[ESTIMATE].to_numpy().T
+                axis.plot(points.index, gain, style, color=colors[model], marker="o", markersize=3,
                           label=model if budget == "high" else None)  # fmt: skip
-                axis.fill_between(points.index, points["ci_low"], points["ci_high"], color=colors[model], alpha=0.12,
-                                  linewidth=0)  # fmt: skip
+                axis.fill_between(points.index, low, high, color=colors[model], alpha=0.12, linewidth=0)
         axis.set(title=title, xlabel="depth K", xticks=range(0, 33, 4))
         axis.axhline(1, color="0.6", linewidth=0.8)
         axis.grid(alpha=0.25)
@@ -187,18 +197,18 @@ def plot(rows: pd.DataFrame) -> Figure:
 
 def claims(rows: pd.DataFrame) -> list[Measured]:
     """The shape of the dense curve, and of the least saturated MoE curve, on the target's side at the high budget."""
-    shapes = rows[(rows["budget"] == "high") & (rows["quantity"] != "gain")].set_index(["quantity", "side", "model"])
+    shapes = rows[(rows["budget"] == "high") & (rows["quantity"] != GAIN)]
+    shapes = shapes.set_index(["quantity", "side", "model"]).sort_index()
 
     def measured(name: str, quantity: str, model: str, note: str) -> Measured:
         row, whole = (shapes.loc[(quantity, side, model)] for side in (TARGET, WHOLE))
         return Measured(
-            f"specter-dense-vs-moe/{name}", *map(float, row[["simulated_value", "ci_low", "ci_high"]]),
-            n=int(row["n_requests"]), simulated=True,
+            f"specter-dense-vs-moe/{name}", *map(float, row[ESTIMATE]), n=int(row["n_requests"]), simulated=True,
             note=f"{note}draft not charged; of the whole round {whole['simulated_value']:.3g}",
         )  # fmt: skip
 
+    found = [measured("dense-linear", STRAIGHTNESS, DENSE, "")]
     moe = shapes.loc[(SLOPES, TARGET)].drop(DENSE)["simulated_value"]
-    return [
-        measured("dense-linear", STRAIGHTNESS, DENSE, ""),
-        measured("moe-saturates", SLOPES, moe.idxmax(), f"largest: {moe.idxmax()}; "),
-    ]
+    if len(moe):
+        found.append(measured("moe-saturates", SLOPES, moe.idxmax(), f"largest: {moe.idxmax()}; "))
+    return found

@@ -29,11 +29,11 @@ REQUESTS_PER_SET = 25  # five sets: 125 requests
 MAX_WINDOW = 32
 SET_WINDOWS = (1, 2, 4, 8, 16, 32)  # of the curves per prompt set
 REUSE_WINDOWS = (4, 8, 16)
-LOOKBACKS = (1, 2)  # windows
 DISTANCES = (1, 2, 4, 8, 16, 32, 64)  # tokens
 PREFILL, GREEDY, SAMPLED = "prefill", "decode, greedy", "decode, sampled"
 TEMPERATURES = {GREEDY: 0.0, SAMPLED: 1.0}
-DISTINCT, REUSED, DISTANCE = "distinct experts per layer", "share reused from {} window before", "share reused within"
+DISTINCT, DISTANCE = "distinct experts per layer", "share reused within"
+REUSED = {1: "share reused from the window before", 2: "share reused from the two windows before"}
 PAPER = {"deepseek": {1: 6.0, 16: 31.7}}  # Specter [S]: family -> window -> distinct experts per layer
 
 
@@ -44,11 +44,7 @@ def inputs(context: Context) -> dict[str, str]:
 
 def run(context: Context) -> pd.DataFrame:
     """Tidy rows `quantity, tokens, value` with interval, and what uniform and independent routing would give."""
-    work = [
-        jobs.Job(model, measure, {"model": model, "digest": routing.inputs_digest(model), "seed": context.seed})
-        for model in context.models
-    ]
-    return pd.DataFrame(jobs.run(context, work))
+    return routing.rows_per_model(context, measure)
 
 
 def measure(model: str, digest: str, seed: int) -> jobs.Rows:
@@ -84,11 +80,11 @@ def _explosion_rows(trace: Trace, sets: np.ndarray, seed: int) -> jobs.Rows:
 
 def _locality_rows(trace: Trace, seed: int) -> jobs.Rows:
     rows = []
-    for lookback in LOOKBACKS:
+    for lookback, quantity in REUSED.items():
         for window in REUSE_WINDOWS:
             interval = window_reuse(trace, window, lookback).interval(seed=seed)
             uniform = uniform_reuse(trace.num_experts, trace.top_k, lookback * window)
-            rows.append(_row(REUSED.format(lookback), window, interval) | {"uniform_routing": round(uniform, 4)})
+            rows.append(_row(quantity, window, interval) | {"uniform_routing": round(uniform, 4)})
     distances = reuse_distances(trace).reshape(trace.num_tokens, -1)  # [T, L * k], 0 for a first use
     uses = np.bincount(trace.request_index) * distances.shape[1]  # [R]
     for tokens in DISTANCES:
@@ -107,10 +103,10 @@ def _row(quantity: str, tokens: int, interval: Interval) -> dict:
     }
 
 
-def curve(rows: pd.DataFrame, model: str, phase: str, quantity: str = DISTINCT, prompt_set: str = "all") -> pd.DataFrame:
-    """One curve: the rows of a model, phase and quantity, by number of tokens."""
+def curve(rows: pd.DataFrame, model: str, phase: str, quantity: str = DISTINCT) -> pd.DataFrame:
+    """One curve over all prompt sets: the rows of a model, phase and quantity, by number of tokens."""
     kept = (rows["model"] == model) & (rows["phase"] == phase) & (rows["quantity"] == quantity)
-    return rows[kept & (rows["prompt_set"] == prompt_set)].set_index("tokens").sort_index()
+    return rows[kept & (rows["prompt_set"] == "all")].set_index("tokens").sort_index()
 
 
 def plot(rows: pd.DataFrame) -> Figure:
@@ -119,18 +115,20 @@ def plot(rows: pd.DataFrame) -> Figure:
     figure, axes = plt.subplots(
         2, len(models), figsize=(4.2 * len(models), 6.4), squeeze=False, height_ratios=(3, 2), constrained_layout=True
     )
-    colors = dict(zip((PREFILL, GREEDY, SAMPLED), sns.color_palette("colorblind", 3)))
+    blue, orange, _, red = sns.color_palette("colorblind", 4)
+    colors = {PREFILL: blue, SAMPLED: red, GREEDY: orange}
     for (upper, lower), model in zip(axes.T, models):
         for phase, color in colors.items():
-            _line(upper, curve(rows, model, phase), color, phase)
-            _line(lower, curve(rows, model, phase, DISTANCE), color, phase)
+            style = "--" if phase == SAMPLED else "-"  # lies on the prefill curve
+            _line(upper, curve(rows, model, phase), color, style, phase)
+            _line(lower, curve(rows, model, phase, DISTANCE), color, style, phase)
         uniform = curve(rows, model, PREFILL)
         upper.plot(uniform.index, uniform["uniform_routing"], color="0.4", linestyle=":", label="uniform routing")
         uniform = curve(rows, model, PREFILL, DISTANCE)
         lower.plot(uniform.index, uniform["uniform_routing"], color="0.4", linestyle=":")
         points = PAPER.get(rows.loc[rows["model"] == model, "family"].iloc[0])
         if points:
-            upper.scatter(*zip(*points.items()), marker="*", s=130, color="black", zorder=3, label="the paper (DeepSeek)")
+            upper.scatter(*zip(*points.items()), marker="*", s=130, color="black", zorder=3, label="paper (DeepSeek)")
         upper.set(title=model, xlabel="consecutive tokens K", xticks=(1, 4, 8, 16, 24, 32), ylim=(0, None))
         lower.set(xlabel="tokens since the layer last used the expert", xscale="log", ylim=(0, 1))
         lower.set_xticks(DISTANCES, labels=DISTANCES)
@@ -145,8 +143,8 @@ def plot(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _line(axis: Axes, points: pd.DataFrame, color: tuple, label: str) -> None:
-    axis.plot(points.index, points["value"], color=color, label=label, linewidth=1.6)
+def _line(axis: Axes, points: pd.DataFrame, color: tuple, style: str, label: str) -> None:
+    axis.plot(points.index, points["value"], style, color=color, label=label, linewidth=1.6)
     axis.fill_between(points.index, points["ci_low"], points["ci_high"], color=color, alpha=0.2, linewidth=0)
 
 

@@ -18,14 +18,14 @@ from matplotlib.figure import Figure
 
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
-from specter_lab.experiments.specter.routing import FAMILIES, model_digest
+from specter_lab.experiments.specter.routing import model_digest
 from specter_lab.experiments.specter.setting import BUDGETS
 from specter_lab.measure.allocation import allocated_bytes
 from specter_lab.models.anatomy import Anatomy, anatomy_of
 from specter_lab.models.geometry import GEOMETRY
-from specter_lab.models.load import ZOO_MODELS, load
-from specter_lab.models.originals import ORIGINALS, config_for
-from specter_lab.plan.memory import LEVELS, PARTS, footprints
+from specter_lab.models.load import ZOO_MODELS, load, shown_name
+from specter_lab.models.originals import config_for
+from specter_lab.plan.memory import LEVELS, PARTS, Footprint, footprints
 
 CONTEXT_TOKENS = 12 * 1024
 ZOO_CONTEXT_TOKENS = 1024
@@ -34,6 +34,7 @@ TOP_K, POOL, ALL = "top-k experts", "INT4 pool, top-k target experts", "INT4 poo
 HIGH, LOW = "INT4 pool, slots at the high budget", "INT4 pool, slots at the low budget"
 COUNTED, ALLOCATED = "counted", "allocated"
 COLUMNS = ("draft", "target", "shared", "total")
+PAPERS = {"Qwen1.5-MoE-A2.7B": "qwen", "Phi-3.5-MoE": "phi", "DeepSeek-V2-Lite": "deepseek"}  # model -> family
 QWEN = "Qwen1.5-MoE-A2.7B"
 PAPER = {  # Specter, GB: draft, target, shared, total
     LEVELS[0]: (6.13, 7.27, None, 13.40), LEVELS[1]: (4.58, 5.72, 1.55, 11.85), LEVELS[2]: (2.66, 3.80, 3.47, 9.93),
@@ -44,8 +45,8 @@ CLAIM_OF_LEVEL = dict(zip(LEVELS, ("independent", "shared-experts", "other-param
 
 def inputs(context: Context) -> dict[str, str]:
     """Configurations counted and zoo weights allocated, name -> sha256."""
-    configs = {name: hashlib.sha256(config_for(name).to_json_string().encode()).hexdigest() for name in _counted(context)}
-    return configs | {name: model_digest(name) for name in _zoo(context)}
+    configs = {name: config_for(name).to_json_string().encode() for name in _counted(context)}
+    return {name: hashlib.sha256(config).hexdigest() for name, config in configs.items()} | {name: model_digest(name) for name in _zoo(context)}
 
 
 def run(context: Context) -> pd.DataFrame:
@@ -56,9 +57,9 @@ def run(context: Context) -> pd.DataFrame:
 
 
 def _counted(context: Context) -> list[str]:
-    """The originals, and whatever else the user names."""
-    known = {row.hub_id for row in GEOMETRY.values()} | set(ZOO_MODELS) | set(ORIGINALS)
-    return [*ORIGINALS, *(name for name in context.models if name not in known)]
+    """The paper's three models, and whatever else the user names."""
+    known = {row.hub_id for row in GEOMETRY.values() if row.name in PAPERS} | set(ZOO_MODELS) | set(PAPERS)
+    return [*PAPERS, *(name for name in context.models if name not in known)]
 
 
 def _zoo(context: Context) -> list[str]:
@@ -69,7 +70,7 @@ def count(model: str) -> jobs.Rows:
     """Rows of one model under every accounting, from its configuration alone."""
     anatomy = anatomy_of(model)
     return [
-        _row(model, COUNTED, accounting, CONTEXT_TOKENS, level.level, level.draft, level.target, level.shared)
+        _row(shown_name(model), accounting, CONTEXT_TOKENS, level)
         for accounting, (draft, target) in _accountings(anatomy).items()
         for level in footprints(anatomy, context_tokens=CONTEXT_TOKENS, draft_experts=draft, target_experts=target)
     ]
@@ -79,8 +80,8 @@ def _accountings(model: Anatomy) -> dict[str, tuple[int, int]]:
     """Name -> INT4 experts of the draft and BF16 experts of the target that are counted per layer."""
     experts, top_k = model.num_experts, model.top_k
     found = {TOP_K: (top_k, top_k), POOL: (experts, top_k)}
-    if model.name in ORIGINALS:
-        budget = BUDGETS[FAMILIES[GEOMETRY[model.name].model_type]]
+    if model.name in PAPERS:
+        budget = BUDGETS[PAPERS[model.name]]
         found |= {LOW: (experts, budget.low_slots), HIGH: (experts, budget.high_slots)}
     return found | {ALL: (experts, experts)}
 
@@ -92,19 +93,18 @@ def allocate(model: str, digest: str) -> jobs.Rows:
     rows = []
     counted = footprints(anatomy, context_tokens=ZOO_CONTEXT_TOKENS, draft_experts=experts, target_experts=experts)
     for shared_parts, level in enumerate(counted):
-        row = _row(model, COUNTED, ALL, ZOO_CONTEXT_TOKENS, level.level, level.draft, level.target, level.shared)
+        row = _row(model, ALL, ZOO_CONTEXT_TOKENS, level)
         found = allocated_bytes(live, ZOO_CONTEXT_TOKENS, PARTS[:shared_parts])
         rows += [row, row | {"source": ALLOCATED, "draft_bytes": None, "target_bytes": None, "shared_bytes": None,
                              "total_bytes": found}]  # fmt: skip
     return rows
 
 
-def _row(
-    model: str, source: str, accounting: str, context_tokens: int, level: str, draft: int, target: int, shared: int
-) -> dict:
+def _row(model: str, accounting: str, context_tokens: int, counted: Footprint) -> dict:
     return {
-        "model": model, "source": source, "accounting": accounting, "context_tokens": context_tokens, "level": level,
-        "draft_bytes": draft, "target_bytes": target, "shared_bytes": shared, "total_bytes": draft + target + shared,
+        "model": model, "source": COUNTED, "accounting": accounting, "context_tokens": context_tokens,
+        "level": counted.level, "draft_bytes": counted.draft, "target_bytes": counted.target,
+        "shared_bytes": counted.shared, "total_bytes": counted.total,
     }  # fmt: skip
 
 
@@ -125,7 +125,8 @@ def remaining(rows: pd.DataFrame) -> pd.DataFrame:
 def plot(rows: pd.DataFrame) -> Figure:
     """Stacked bars: one panel per original, sharing level by level, in the paper's accounting and with the pool."""
     models = [name for name in dict.fromkeys(rows["model"]) if name not in ZOO_MODELS]
-    figure, axes = plt.subplots(1, len(models), figsize=(4.3 * len(models), 4.2), squeeze=False, constrained_layout=True)
+    size = (4.3 * len(models), 4.2)
+    figure, axes = plt.subplots(1, len(models), figsize=size, squeeze=False, constrained_layout=True)
     colors = dict(zip(("shared", "target", "draft"), sns.color_palette("colorblind", 3)))
     for axis, model in zip(axes[0], models):
         ticks, labels = [], []
@@ -141,7 +142,7 @@ def plot(rows: pd.DataFrame) -> Figure:
             if model == QWEN and group == 0:
                 axis.scatter(at, [PAPER[level][3] for level in LEVELS], marker="_", s=260, color="black", zorder=3,
                              label="the paper's total")  # fmt: skip
-            axis.text(at.mean(), -0.30, f"{accounting}\n(left: {bottom.iloc[-1] / bottom.iloc[0]:.0%})", ha="center",
+            axis.text(at.mean(), -0.30, f"{accounting}\n{bottom.iloc[-1] / bottom.iloc[0]:.0%} left", ha="center",
                       va="top", fontsize=8, transform=axis.get_xaxis_transform())  # fmt: skip
             ticks += list(at)
             labels += list(LEVELS)

@@ -26,10 +26,11 @@ from specter_lab.measure.prompts import PROMPT_SETS, TokenizedRequests, select, 
 from specter_lab.measure.trace import Origin, Trace, read_trace, write_trace
 from specter_lab.models.load import LoadedModel, checkpoint_digest, load, resolve, sha256_of
 
-MAX_TOKENS = 128  # of each request, teacher-forced
+MAX_TOKENS = 96  # of each request, teacher-forced
 PREFIX_TOKENS = 32  # read by the target before a free-running window or a continuation
 NEW_TOKENS = 128  # of a continuation
 DEPTH = 16  # tokens of a free-running window
+DRAFT_BUDGET = 8192  # prefix tokens per batch of free-running windows: a draft step is one token per request
 FAMILIES = {"qwen2_moe": "qwen", "phimoe": "phi", "deepseek_v2": "deepseek"}  # as claims.toml names them
 
 

@@ -53,7 +53,7 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
     tokens = question.tokens.at_least(routing.PREFIX_TOKENS)
     windows = free_running_draft(
         source.model, draft, tokens, question.origin(), question.origin(DRAFT),
-        prefix_tokens=routing.PREFIX_TOKENS, depth=routing.DEPTH,
+        prefix_tokens=routing.PREFIX_TOKENS, depth=routing.DEPTH, token_budget=routing.DRAFT_BUDGET,
     )  # fmt: skip
     rows += _means(fidelity.compare(windows.target, windows.draft), FREE_RUNNING, seed)
     ahead = lookahead_overlap(source.model, question.tokens)  # [T, L-1]
@@ -128,7 +128,7 @@ def plot(rows: pd.DataFrame) -> Figure:
         request.bar(part["value"], part["n"] / part["n"].sum(), width=1 / BINS, color=colors[model], alpha=0.5, label=model)
     instance.set(title="per instance (token x layer)", xlabel="overlap of the top-k sets", ylabel="share of instances",
                  yscale="log")  # fmt: skip
-    layer.set(title="per layer: overlap (solid), same set (dashed)", xlabel="decoder layer", ylabel="mean match")
+    layer.set(title="per layer (dashed: same set)", xlabel="decoder layer", ylabel="mean match")
     layer.xaxis.get_major_locator().set_params(integer=True)
     layer.axhline(0.908, color="0.5", linewidth=0.8, linestyle=":")
     layer.annotate("paper, Qwen mean over 24 layers", (layer.get_xlim()[1], 0.909), fontsize=7, color="0.4", ha="right")

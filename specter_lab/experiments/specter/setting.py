@@ -8,7 +8,7 @@ from transformers import Qwen2MoeConfig
 
 from specter_lab.models.anatomy import Anatomy, anatomy, anatomy_of
 from specter_lab.models.geometry import GEOMETRY
-from specter_lab.models.originals import ORIGINALS, config_for
+from specter_lab.models.originals import config_for
 from specter_lab.models.zoo.shapes import SHAPES
 
 DENSE = "dense-nano"
@@ -25,12 +25,12 @@ class Budget:
     depth: int  # the paper's K*
 
 
-# by family, as in claims.toml
+# by family, as claims.toml names it
 BUDGETS = {"qwen": Budget(20, 16, 15, 8, 8), "phi": Budget(40, 32, 2, 1, 16), "deepseek": Budget(24, 18, 16, 4, 16)}
 
 
 def priced_as(model: str) -> Anatomy:
-    """The model whose bytes and FLOPs the cost model counts: the original a zoo model stands for, else the model itself.
+    """The model whose bytes and FLOPs the cost model counts: the original that a zoo model stands for, or itself.
 
     The dense zoo model stands for its original with one expert, as wide as the top-k that a token uses there.
 
@@ -58,8 +58,8 @@ def slots_of(model: str, family: str) -> dict[str, float]:
         UserError: nothing by that name, or an architecture without adapter.
     """
     priced = priced_as(model)
-    of_paper = {name for row in GEOMETRY.values() if row.name in ORIGINALS for name in (row.name, row.hub_id)}
-    if model not in SHAPES.keys() | of_paper:
+    originals = {name for row in GEOMETRY.values() for name in (row.name, row.hub_id)}
+    if family not in BUDGETS or model not in SHAPES.keys() | originals:
         return {"high": max(1, priced.num_experts // 4), "low": max(1, priced.num_experts // 8)}
     slots = {"high": BUDGETS[family].high_slots, "low": BUDGETS[family].low_slots}
     if model == DENSE:

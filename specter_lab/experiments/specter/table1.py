@@ -84,7 +84,7 @@ def measure(model: str, digest: str, quantizer: str, seed: int, not_run: str | N
         tokens = question.tokens.at_least(routing.PREFIX_TOKENS)
         windows = free_running_draft(
             source.model, draft, tokens, question.origin(), question.origin(quantizer),
-            prefix_tokens=routing.PREFIX_TOKENS, depth=routing.DEPTH,
+            prefix_tokens=routing.PREFIX_TOKENS, depth=routing.DEPTH, token_budget=routing.DRAFT_BUDGET,
         )  # fmt: skip
         for row in _rows(fidelity.compare(windows.target, windows.draft), tokens, seed):
             of_set = [row["prompt_set"] in ("all", request.prompt_set) for request in tokens.requests]

@@ -1,0 +1,55 @@
+"""specter-losslessness end to end on short texts and few samples."""
+
+import pandas as pd
+import pytest
+
+from specter_lab.experiments.specter import losslessness, routing
+from specter_lab.experiments.specter.losslessness import PARITY, RULE, WIDTH
+
+QWEN = "qwen-nano"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    for name, value in {"NEW_TOKENS": 24, "DRAFT": "rtn-int4", "SAMPLES": 600, "BATCH": 400, "CACHE": tmp_path}.items():
+        monkeypatch.setattr(losslessness, name, value)
+
+
+def test_greedy_rows():
+    rows = pd.DataFrame(losslessness.measure_greedy(QWEN, routing.inputs_digest(QWEN), 0, "float32"))
+    parity = rows[rows["by"] == PARITY]
+    assert len(parity) == 5 and (parity["equal_tokens"] == 24).all() and parity["margin"].isna().all()
+    width = rows[rows["by"] == WIDTH]
+    assert width["difference"].is_monotonic_increasing and 0 < width["difference"].iloc[-1] < 1e-3
+    assert (width["flipped_tokens"] == 0).all() and width["n_tokens"].iloc[0] > 300
+
+
+def test_sampled_rows_tell_a_wrong_rule_from_the_standard_one():
+    digest = routing.inputs_digest(QWEN)
+    standard, wrong = (
+        losslessness.measure_sampled(QWEN, digest, 0, rule, "rtn-int2", 1.0)[0] for rule in ("standard", "always accept")
+    )
+    assert (standard["n_samples"], wrong["n_samples"]) == (600, 600)
+    assert standard["p_value"] > 0.01 > 1e-6 > wrong["p_value"]
+    assert standard["total_variation_at_most"] < wrong["total_variation_at_most"]
+
+
+def rows_of(equal_tokens, p_standard, p_wrong):
+    parity = [
+        {"by": PARITY, "model": QWEN, "precision": "bfloat16", "new_tokens": 512, "equal_tokens": n, "margin": 0.25}
+        for n in equal_tokens
+    ]
+    tests = [{"by": RULE, "item": "standard", "model": QWEN, "n_samples": 1000, "p_value": p} for p in p_standard]
+    return pd.DataFrame([*parity, *tests, {"by": RULE, "item": "no residual", "model": QWEN, "p_value": p_wrong}])
+
+
+def test_claims():
+    parity, sampling = losslessness.claims(rows_of([512, 256, 512], p_standard=[0.4, 0.02, 0.9], p_wrong=0.0))
+    assert parity.value == pytest.approx(1280 / 1536) and parity.low < parity.value < parity.high == 1
+    assert parity.note == "1 of 3 texts part, at margins up to 0.25"
+    assert (sampling.value, sampling.n) == (pytest.approx(0.06), 3000)
+
+
+def test_a_test_that_sees_nothing_proves_nothing():
+    _, sampling = losslessness.claims(rows_of([512, 512], p_standard=[0.4], p_wrong=0.3))
+    assert sampling.value is None and "does not see that 'no residual' is wrong" in sampling.note
