@@ -13,6 +13,7 @@ path must lie there on every node. A row whose worker or node is killed is compu
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from specter_lab.experiments.provenance import source_digest
 from specter_lab.experiments.registry import find
 
 ATTEMPTS = 3  # times a row is started before it counts as lost; errors of the row itself are not tried again
+CONNECT_S = 10
 
 
 def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
@@ -71,6 +73,13 @@ def _share_of_a_node(context: Context, nodes: Sequence[dict]) -> dict[str, float
     return {"num_cpus": min(n["CPU"] for n in resources), "num_gpus": min(n.get("GPU", 0) for n in resources)}
 
 
+def _knock(address: str) -> None:
+    """Raise OSError when nothing listens at an address `host:port`; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+
+
 @contextmanager
 def _connected() -> Iterator:
     """The ray package, connected to the cluster of RAY_ADDRESS, else of this machine, else to a new one."""
@@ -79,12 +88,13 @@ def _connected() -> Iterator:
         import ray
     except ImportError as error:
         raise UserError("RUNNER=ray needs Ray: install it with `make setup-ray`") from error
+    address = os.environ.get("RAY_ADDRESS", "")
     try:
+        _knock(address)
         ray.init(log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # not reachable, or not started in time: Ray has no one type for it
-        where = os.environ.get("RAY_ADDRESS", "this machine")
-        raise UserError(f"Ray at {where} does not answer ({str(error).splitlines()[0]}): run `.venv/bin/ray start --head` "
-                        f"there, and this command again") from error  # fmt: skip
+        raise UserError(f"Ray at {address or 'this machine'} does not answer ({str(error).splitlines()[0]}): run "
+                        f"`.venv/bin/ray start --head` there, then the same command again") from error  # fmt: skip
     try:
         yield ray
     finally:

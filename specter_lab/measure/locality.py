@@ -95,7 +95,9 @@ def last_uses(used: np.ndarray) -> np.ndarray:
 
 
 def lru_held(last_use: np.ndarray, slots: int) -> np.ndarray:
-    """Experts that an LRU cache of `slots` per layer holds after these last uses: [..., E] -> [..., E] bool."""
+    """Experts that an LRU cache of `slots` per layer, at least 1, holds after these last uses: [..., E] -> bool."""
+    if slots < 1:
+        raise ValueError(f"a cache of {slots} slots holds nothing")
     newest = np.argsort(last_use, axis=-1, kind="stable")[..., -slots:]
     held = np.zeros(last_use.shape, dtype=bool)
     np.put_along_axis(held, newest, True, axis=-1)

@@ -47,7 +47,7 @@ def start_cluster(attempts=3):
             cluster.add_node(**NODE, include_dashboard=False)
     except Exception as error:
         cluster.shutdown()
-        if attempts == 1 or "timed out during startup" not in str(error):
+        if attempts == 1 or "imed out" not in str(error):
             raise
         return start_cluster(attempts - 1)
     return cluster
@@ -128,8 +128,8 @@ def test_a_node_that_lacks_the_code_is_told_apart(log, tmp_path, monkeypatch):
         jobs.run(context(), [jobs.Job("far away", only_here.row, {})])
 
 
-@needs_ray
 def test_a_cluster_that_is_not_there(log, monkeypatch):
+    pytest.importorskip("ray", reason="ray is not installed: `make setup-ray`")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(UserError, match="Ray at 127.0.0.1:9 does not answer .*: run `.venv/bin/ray start --head` there"):
         jobs.run(context(), toy.squares(context(), count=1))

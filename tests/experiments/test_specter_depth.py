@@ -11,11 +11,16 @@ from specter_lab.measure.acceptance import expected_accepted
 QWEN = "qwen-nano"
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def small(monkeypatch, tmp_path):
+def small(monkeypatch, cache):
     for name, value in {
         "PROMPTS_PER_SET": 2, "POOL_PER_SET": 12, "DEPTHS": (2, 8, 16, 32), "DRAFT": "rtn-int4", "SIDE_TOKENS": 8,
-        "QUANTIZERS": ("rtn-int8", "rtn-int2"), "PREFIXES": (4, 64), "CACHE": tmp_path,
+        "QUANTIZERS": ("rtn-int8", "rtn-int2"), "PREFIXES": (4, 64), "CACHE": cache,
     }.items():  # fmt: skip
         monkeypatch.setattr(depth, name, value)
 

@@ -9,9 +9,14 @@ from specter_lab.experiments.specter.losslessness import PARITY, RULE, WIDTH
 QWEN = "qwen-nano"
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def small(monkeypatch, tmp_path):
-    for name, value in {"NEW_TOKENS": 24, "DRAFT": "rtn-int4", "SAMPLES": 600, "BATCH": 400, "CACHE": tmp_path}.items():
+def small(monkeypatch, cache):
+    for name, value in {"NEW_TOKENS": 24, "DRAFT": "rtn-int4", "SAMPLES": 600, "BATCH": 400, "CACHE": cache}.items():
         monkeypatch.setattr(losslessness, name, value)
 
 

@@ -125,6 +125,11 @@ def test_latency_breakdown_adds_up(out):
     assert row["h2d_gb_per_token"] == pytest.approx(expected, abs=1e-3)
 
 
+def test_a_dense_model_has_nothing_to_cache():
+    with pytest.raises(UserError, match="dense-nano has one expert per layer"):
+        measured(latency_breakdown, DENSE)
+
+
 def test_latency_breakdown_is_at_most_a_trend(monkeypatch):
     monkeypatch.setattr(routing, "rows_per_model", lambda context, measure: measured(latency_breakdown, "qwen-nano"))
     rows = latency_breakdown.run(context=None)

@@ -96,8 +96,8 @@ def test_a_quantised_checkpoint_serves_as_well_as_its_quantiser(checkpoints, pro
         ("a b\nc d", ["--max-tokens", "1"], "prompt 'mine.txt:1' is a single token"),
         ("a b\nc d", ["--quantizer", "gtpq"], "no quantiser 'gtpq': choose one of gptq-int8, .* or give the path"),
         ("a b\nc d", ["--quantizer", "./gone"], "no model './gone'"),
-        ("a b\nc d", ["--depth", "0"], "a depth of 0 drafts nothing"),
-        ("a b\nc d", ["--depth", "600"], "the model has 512"),
+        ("a b\nc d", ["--depth", "0"], "a depth of 0 is not measured here: give 1 to 32"),
+        ("a b\nc d", ["--depth", "33"], "a depth of 33 is not measured here"),
         ("a b\nc d", ["--profile", "abacus"], "no hardware profile 'abacus': choose from"),
         ("a b\nc d", ["--memory-gb", "0.001"], "needs 0.00[0-9]+ GB for its INT4 draft"),
     ],
@@ -149,9 +149,9 @@ def test_the_best_depth_follows_acceptance(qwen, share, best):
     """Windows of all depths need 8 new experts: if all is accepted the deepest wins, if nothing is, plain decoding."""
     rounds = {k: made_up_rounds(k, int(share * k), experts=8) for k in (2, 4, 8, 16)}
     rows, prediction = predict(
-        rounds, made_up_trace(), qwen, read_profile(), memory_gb=16, context_tokens=100, seed=0
+        rounds, made_up_trace(), qwen, read_profile(), memory_gb=16, new_tokens=64, seed=0
     )
-    assert (prediction.best_depth, prediction.share_of_resamples) == (best, 1.0)
+    assert (prediction.best_depth, prediction.best_depth_low, prediction.best_depth_high) == (best, best, best)
     assert rows[0].distinct_experts == 4 and rows[0].tokens_per_round is None
     assert rows[1].tokens_per_round.value == int(share * 2) + 1
 

@@ -95,3 +95,5 @@ def test_lru_held_keeps_the_newest_and_nothing_unused():
     assert held[:, 0].tolist() == [
         [False, False, False, False], [True, True, False, False], [True, True, False, False], [False, True, True, False],
     ]  # fmt: skip
+    with pytest.raises(ValueError, match="0 slots"):
+        lru_held(last_uses(used), slots=0)

@@ -76,8 +76,9 @@ class Prediction:
     priced_as: str  # whose bytes and FLOPs are counted
     memory_gb: float
     slots_per_layer: int  # routed experts in BF16 that fit beside the other weights, all INT4 experts and the KV cache
-    best_depth: int  # K*
-    share_of_resamples: float  # in which that depth is the best
+    best_depth: int  # K*; 0: plain decoding is the best
+    best_depth_low: int  # 95 % range of the depths that win in resampled prompts
+    best_depth_high: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _lines(report: Report) -> Iterator[str]:
     plain = next(row for row in report.depths if row.depth == 0).simulated_ms_per_token
     best = next(row for row in report.depths if row.depth == plan.best_depth).simulated_ms_per_token
     largest = ", the largest tried" if plan.best_depth == report.depths[-1].depth else ""
-    yield (f"\nPREDICTED K* = {plan.best_depth}{largest} (best in {plan.share_of_resamples:.0%} of resamples), SIMULATED: "
+    yield (f"\nPREDICTED K* = {plan.best_depth}{largest} [{plan.best_depth_low}, {plan.best_depth_high}], SIMULATED: "
            f"{best.value:.1f} ms/token, {plain.value / best.value:.2f}x plain decoding")  # fmt: skip
     yield (f"  cost model of {plan.profile}, priced as {plan.priced_as}, {plan.memory_gb:g} GB: "
            f"{plan.slots_per_layer} of {about.num_experts} experts per layer fit")  # fmt: skip

@@ -68,7 +68,7 @@ def measure_model(
         prompts: .txt or .jsonl files, or prompt sets by name.
         requests: how many prompts of each.
         max_tokens: of each prompt; None: all.
-        depth: the largest K.
+        depth: the largest K, up to 32.
         profile: machine of the prediction, by name (`plan.hardware`).
         memory_gb: its GPU memory in 10^9 bytes; None: all it has.
         seed: of everything drawn.
@@ -81,8 +81,8 @@ def measure_model(
     machine, priced = read_profile(profile), priced_as(model)
     memory_gb = memory_gb or machine.memory_gb
     slots_that_fit(priced, memory_gb, context_tokens=PREFIX_TOKENS + NEW_TOKENS)  # or minutes of measuring are lost
-    if depth < 1:
-        raise UserError(f"a depth of {depth} drafts nothing: give 1 or more")
+    if not 1 <= depth <= max(DEPTHS):
+        raise UserError(f"a depth of {depth} is not measured here: give 1 to {max(DEPTHS)}")
     check_quantizer(quantizer)
     on_step(f"loading {model}")
     question = ask(model, prompts, requests=requests, max_tokens=max_tokens, seed=seed, device=device)
@@ -98,7 +98,7 @@ def measure_model(
     on_step(f"speculative rounds up to K = {depth}")
     rounds = speculative_rounds(question, draft, prefix_tokens, depth)
     depths, prediction = predict(
-        rounds, plain, priced, machine, memory_gb=memory_gb, context_tokens=PREFIX_TOKENS + NEW_TOKENS, seed=seed
+        rounds, plain, priced, machine, memory_gb=memory_gb, new_tokens=NEW_TOKENS, seed=seed
     )
     return Report(
         subject=describe(question, experts, prompts, prefix_tokens),

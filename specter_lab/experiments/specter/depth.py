@@ -42,10 +42,10 @@ __all__ = ["claims", "inputs", "plot", "run"]
 PROMPTS_PER_SET, REPEATS = 5, 3  # five sets: 25 prompts, three times
 POOL_PER_SET = 60  # requests from which those with a long enough prefix are taken
 PREFIX_TOKENS = 16  # Specter: 16-token prompts
-NEW_TOKENS = {GREEDY: 128, 0.7: 64, 1.0: 64}  # by temperature; Specter: greedy, 128
+NEW_TOKENS = {GREEDY: 128, 0.7: 32, 1.0: 32}  # by temperature; Specter: greedy, 128
 DEPTHS = (2, 4, 6, 8, 12, 16, 20, 24, 32)
-DRAFT = "gptq-int4-batched"  # GPTQ by the project itself; gptq-int4, by another program, is among the quantisers
-QUANTIZERS = ("gptq-int4", "gptq-int4-batched", "gguf-q4_k", "rtn-int8", "rtn-int4", "rtn-int3", "rtn-int2")
+DRAFT = "gptq-int4-batched"
+QUANTIZERS = (DRAFT, "gguf-q4_k", "rtn-int8", "rtn-int4", "rtn-int3", "rtn-int2")
 PREFIXES = (4, 8, 16, 32, 64, 128)  # tokens
 SIDE_DEPTH, SIDE_TOKENS = 16, 64  # of the comparisons by quantiser and by prefix length, greedy
 
@@ -58,7 +58,7 @@ def inputs(context: Context) -> dict[str, str]:
 def run(context: Context) -> pd.DataFrame:
     """Rows of every model: acceptance `by` depth, position, prompt set, repeat, quantiser, prefix length; best depths."""
     work = [
-        *((measure_depths, f"T = {t}", {"temperature": t, "new_tokens": n}, 10.0) for t, n in NEW_TOKENS.items()),
+        *((measure_depths, f"T = {t}", {"temperature": t, "new_tokens": n}, n / 10) for t, n in NEW_TOKENS.items()),
         (measure_quantizers, "quantisers", {}, 8.0),
         (measure_prefixes, "prefix lengths", {}, 4.0),
     ]
@@ -92,7 +92,7 @@ def measure_depths(model: str, digest: str, seed: int, temperature: float, new_t
         for name in names:
             chosen = side.of(np.flatnonzero(label == name))
             rows.append({"by": by, "item": name} | _acceptance(chosen, seed))
-    for budget, slots in slots_of(model, routing.family(model)).items():
+    for budget, slots in slots_of(model, routing.family(model)).items() if temperature == GREEDY else ():
         rows += [{"budget": budget, "slots_per_layer": slots} | row for row in _tpot(model, rounds, slots, new_tokens, seed)]
     return _named(model, question, rows, temperature=temperature, new_tokens=new_tokens, quantizer=DRAFT)
 

@@ -38,9 +38,10 @@ def plot(rows: pd.DataFrame) -> Figure:
     for panel, axis in zip((_positions, _tokens_per_round, _tpot, _prompt_sets, _quantizers, _prefixes), axes.flat):
         panel(axis, rows, colors)
         axis.grid(alpha=0.25)
-    for axis in (axes[0, 0], *axes[1]):
+    for axis in axes[1]:
         axis.axhline(PAPER_ACCEPTANCE, color="0.4", linewidth=0.8, linestyle=":")
-    axes[0, 0].annotate("paper: 96.63 %", (1, PAPER_ACCEPTANCE), fontsize=7, color="0.35", va="bottom")
+    axes[1, 1].annotate("paper: 0.9663", (0.99, PAPER_ACCEPTANCE), xycoords=("axes fraction", "data"), fontsize=7,
+                        color="0.35", ha="right", va="bottom")  # fmt: skip
     figure.legend(*axes[1, 2].get_legend_handles_labels(), loc="outside lower center", ncols=len(models))
     plt.close(figure)
     return figure
@@ -53,14 +54,19 @@ def _points(axis: Axes, x: np.ndarray, part: pd.DataFrame, column: str, **style)
 
 
 def _positions(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
+    depth = int(chosen(rows, POSITION)["depth"].max())
     for model, color in colors.items():
         part = chosen(rows, POSITION, model=model)
         x = part["item"].astype(int)
-        axis.plot(x, part["accepted_per_checked"], color=color, marker=".")
-        axis.fill_between(x, part["accepted_per_checked_ci_low"], part["accepted_per_checked_ci_high"], color=color, alpha=0.15)
-    depth = int(chosen(rows, POSITION)["depth"].max())
-    axis.set(title=f"a  Each position passes alike (greedy, K = {depth})", xlabel="position in the drafted window",
-             ylabel="accepted / checked")  # fmt: skip
+        axis.plot(x, part["accepted_per_proposed"], color=color, marker=".", linewidth=1)
+        ends = (part["accepted_per_proposed_ci_low"], part["accepted_per_proposed_ci_high"])
+        axis.fill_between(x, *ends, color=color, alpha=0.15, linewidth=0)
+    x = np.arange(1, depth + 1)
+    axis.plot(x, PAPER_ACCEPTANCE**x, color="0.3", linewidth=1, linestyle="--")
+    axis.annotate("paper: $0.9663^i$", (12, PAPER_ACCEPTANCE**12), fontsize=7, color="0.35", xytext=(2, 5),
+                  textcoords="offset points")  # fmt: skip
+    axis.set(title=f"a  Rounds whose first i tokens pass (greedy, K = {depth})", xlabel="position i in the drafted window",
+             ylabel="accepted / proposed", ylim=(0, 1))  # fmt: skip
 
 
 def _tokens_per_round(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
@@ -77,10 +83,7 @@ def _tokens_per_round(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
     axis.plot(depths, [1 + expected_accepted(PAPER_ACCEPTANCE, k) for k in depths], color="0.3", linewidth=1, linestyle="--")
     axis.axhline(1 + expected_accepted(PAPER_ACCEPTANCE, None), color="0.4", linewidth=0.8, linestyle=":")
     axis.annotate("paper: 1 + a/(1-a) = 29.7, for K → ∞ only", (1, 29.9), fontsize=7, color="0.35", va="bottom")
-    axis.annotate(f"bounded, our a = {a:.3f}", (20, 1 + expected_accepted(a, 20)), xytext=(-4, 6), fontsize=7,
-                  textcoords="offset points", ha="right", color="0.35")  # fmt: skip
-    axis.annotate("bounded, paper's a", (24, 1 + expected_accepted(PAPER_ACCEPTANCE, 24)), xytext=(4, -10), fontsize=7,
-                  textcoords="offset points", color="0.35")  # fmt: skip
+    axis.annotate("bounded:\n- - paper's a\n— our a = " + f"{a:.3f}", (3, 16), fontsize=7, color="0.35")
     axis.set(title="b  Tokens per round (● greedy, △ T = 1)", xlabel="depth K", ylabel="tokens per round", ylim=(0, 32))
 
 
@@ -92,11 +95,18 @@ def _tpot(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
             best = part.loc[part["simulated_tpot_ms"].idxmin()]
             if definition == "paper":
                 axis.plot(best["depth"], best["simulated_tpot_ms"], marker="*", markersize=11, color=color)
+                reported = part[part["depth"] == PAPER_BEST.get(part["family"].iloc[0])]
+                axis.plot(reported["depth"], reported["simulated_tpot_ms"], marker="*", markersize=11, color=color, mfc="white")
     for definition, style in DEFINITIONS.items():
         axis.plot([], [], linestyle=style, color="0.3", linewidth=1.2, label=definition)
-    axis.legend(fontsize=7, title="definition; ★ K* (paper's)", title_fontsize=7)
+    axis.plot([], [], "*", color="0.3", markersize=9, label="our K* (paper's formula)")
+    axis.plot([], [], "*", color="0.3", mfc="white", markersize=9, label="the paper's K*")
+    axis.legend(fontsize=7, loc="center right")
     profile = chosen(rows, TPOT)["profile"].iloc[0]
-    axis.set(title=f"c  SIMULATED, {profile}, originals' bytes", xlabel="depth K", ylabel="TPOT, ms", yscale="log")
+    axis.set(title="c  TPOT, simulated", xlabel=f"depth K ({profile}, high budget)", ylabel="simulated TPOT, ms", yscale="log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.tick_params(axis="y", which="minor", labelsize=7)
 
 
 def _prompt_sets(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:

@@ -9,11 +9,14 @@ the paper's GPU: copies, GPU kernels, and what the GPU waits for the host's laun
 
 from __future__ import annotations
 
+from math import isnan, nan
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
+from specter_lab.errors import UserError
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import routing
@@ -47,9 +50,15 @@ def run(context: Context) -> pd.DataFrame:
 
 
 def measure(model: str, digest: str, seed: int) -> jobs.Rows:
-    """All rows of one model. `digest` is here to name what it reads in the cache key."""
+    """All rows of one model. `digest` is here to name what it reads in the cache key.
+
+    Raises:
+        UserError: a model with one expert per layer.
+    """
     question = routing.ask(model, REQUESTS_PER_SET, seed)
     trace, priced, family = routing.decode_trace(question, CACHE, SAMPLED), priced_as(model), routing.family(model)
+    if trace.num_experts == 1:
+        raise UserError(f"{question.source.name} has one expert per layer, so there is none to cache: name an MoE")
     rows = [_row(priced, NO_CACHE, 0, trace.top_k)]
     for budget, slots in slots_of(model, family).items():
         held = lru_residents(trace, window=1, slots=int(slots)).interval(seed=seed)
@@ -59,32 +68,26 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
     return [base | {"n_tokens": trace.num_tokens} | row for row in rows]
 
 
-def _row(
-    model: Anatomy, cache: str, slots: int, missed: float, missed_low: float | None = None,
-    missed_high: float | None = None,
-) -> dict:  # fmt: skip
-    """One row; `missed` experts per MoE layer and token, with its interval."""
+def _row(model: Anatomy, cache: str, slots: int, missed: float, low: float = nan, high: float = nan) -> dict:
+    """One row; `missed` experts per MoE layer and token, and its interval if it was sampled."""
     profile = read_profile()
     copy_ms = model.moe_layers * profile.h2d_ms(model.expert_bytes)  # one expert in every MoE layer
     kernels_ms = verify_kernels_ms(model, profile, 1, model.top_k)
     launch_ms = max(0.0, launches_ms(model, profile) - kernels_ms)
 
-    def shares(missing: float | None) -> tuple[float, float] | tuple[None, None]:
-        """Kernels alone, and kernels with launches, as shares of a token's time."""
-        if missing is None:
-            return None, None
-        total_ms = missing * copy_ms + kernels_ms + launch_ms
-        return round(kernels_ms / total_ms, 5), round((kernels_ms + launch_ms) / total_ms, 5)
+    def share(of_ms: float, missing: float) -> float | None:
+        """Share of a token's time; None when `missing` was not sampled."""
+        return None if isnan(missing) else round(of_ms / (missing * copy_ms + kernels_ms + launch_ms), 5)
 
     return {
         "cache": cache, "slots_per_layer": slots, "missed_experts_per_layer": missed,
-        "missed_ci_low": missed_low, "missed_ci_high": missed_high,
+        "missed_ci_low": None if isnan(low) else low, "missed_ci_high": None if isnan(high) else high,
         "h2d_gb_per_token": round(model.moe_layers * missed * model.expert_bytes / 1e9, 4),
         "simulated_h2d_ms": round(missed * copy_ms, 3), "simulated_kernels_ms": round(kernels_ms, 3),
-        "simulated_launch_ms": round(launch_ms, 3), "simulated_compute_share": shares(missed)[0],
-        "simulated_compute_share_ci_low": shares(missed_high)[0],
-        "simulated_compute_share_ci_high": shares(missed_low)[0],
-        "simulated_compute_and_launch_share": shares(missed)[1],
+        "simulated_launch_ms": round(launch_ms, 3), "simulated_compute_share": share(kernels_ms, missed),
+        "simulated_compute_share_ci_low": share(kernels_ms, high),
+        "simulated_compute_share_ci_high": share(kernels_ms, low),
+        "simulated_compute_and_launch_share": share(kernels_ms + launch_ms, missed),
     }  # fmt: skip
 
 
