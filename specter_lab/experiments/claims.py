@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from specter_lab import paths
+from specter_lab.errors import UserError
 from specter_lab.experiments.context import Measured
 
 KINDS = ("absolute", "ratio", "ordering", "threshold", "shape")
@@ -115,14 +116,17 @@ def read_claims(path: Path) -> dict[str, Claim]:
     """All claims by id, in the order of the file.
 
     Raises:
-        ValueError: an entry that no verdict could be given on.
+        UserError: the file is missing or damaged, or has an entry that no verdict could be given on.
     """
-    return {
-        claim.id: _check(claim)
-        for experiment, entries in tomllib.loads(path.read_text(encoding="utf-8")).items()
-        for name, entry in entries.items()
-        for claim in _series(f"{experiment}/{name}", entry)
-    }
+    try:
+        return {
+            claim.id: _check(claim)
+            for experiment, entries in tomllib.loads(path.read_text(encoding="utf-8")).items()
+            for name, entry in entries.items()
+            for claim in _series(f"{experiment}/{name}", entry)
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}): restore it with `git checkout -- artifacts`") from error
 
 
 def claims_of(experiment_id: str) -> list[Claim]:

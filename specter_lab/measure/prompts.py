@@ -67,7 +67,10 @@ def load_prompts(name: str, folder: Path = PROMPTS) -> list[Request]:
     path = folder / f"{name}.jsonl"
     if not path.exists():
         raise UserError(f"{path} is missing: restore it with `git checkout -- data/prompts`")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not text: restore it with `git checkout -- data/prompts`") from error
     requests = [_parse(line, name, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:
         raise UserError(f"{path} holds no prompts: restore it with `git checkout -- data/prompts`")

@@ -170,4 +170,4 @@ def check_length(target: PreTrainedModel, prompts: Tensor, further_tokens: int) 
         raise UserError("a prompt needs at least 2 tokens: one for the shared prefix and one to go on from")
     if needed > limit:
         raise UserError(f"prompt, new tokens and draft window need {needed} positions, the model has {limit}: ask for "
-                        f"{needed - limit} new tokens less or shorten the prompt")  # fmt: skip
+                        f"{needed - limit} fewer new tokens or shorten the prompt")  # fmt: skip

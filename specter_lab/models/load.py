@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase,
+)  # fmt: skip
 from transformers.utils.logging import disable_progress_bar
 
 from specter_lab.errors import UserError
@@ -73,8 +75,12 @@ def shown_name(model: str) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """sha256 of a file, hexadecimal. Raises UserError when there is none."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: restore it (`git checkout` for a file of this project)") from error
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -89,8 +95,12 @@ def checkpoint_digest(folder: Path) -> str:
     others = [folder / name for name in DECIDING_FILES if (folder / name).exists()]
     hashes = {file.name: sha256_of(file) for file in (*weights, *others)}
     manifest_path = folder / MANIFEST
-    if manifest_path.exists():
-        for name, expected in json.loads(manifest_path.read_text()).items():
+    if manifest_path.exists() or folder.parent == ZOO:
+        try:
+            listed = json.loads(manifest_path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{manifest_path} is missing or damaged: restore it with `git checkout`") from error
+        for name, expected in listed.items():
             actual = hashes.get(name) or (sha256_of(folder / name) if (folder / name).exists() else "missing")
             if actual != expected:
                 raise UserError(
@@ -98,6 +108,41 @@ def checkpoint_digest(folder: Path) -> str:
                     f"restore it with `git checkout -- {folder.name}` in its parent folder, or download it again"
                 )
     return hashlib.sha256(repr(hashes).encode()).hexdigest()
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config of a checkpoint.
+
+    Raises:
+        UserError: missing, damaged, or of no class that the installed transformers has.
+    """
+    if not (folder / "config.json").exists():
+        raise UserError(f"no config.json in {folder}: this folder is not a checkpoint")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # what transformers raises depends on how the file is wrong
+        raise UserError(f"cannot make sense of {folder / 'config.json'} ({str(error).splitlines()[0]}): it is damaged, "
+                        f"or of no class that the installed transformers has") from error  # fmt: skip
+
+
+def read_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint whose model has `vocab_size` tokens.
+
+    Raises:
+        UserError: missing, damaged, or with more tokens than the model.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        found = tokenizer("a")["input_ids"]
+    except Exception as error:  # as above
+        raise UserError(f"cannot read the tokenizer in {folder} ({type(error).__name__}): copy tokenizer.json and "
+                        f"tokenizer_config.json of the model into it") from error  # fmt: skip
+    if not found:
+        raise UserError(f"no tokenizer in {folder}: copy tokenizer.json of the model into it")
+    if len(tokenizer) > vocab_size:
+        raise UserError(f"the tokenizer in {folder} has {len(tokenizer)} tokens, the model {vocab_size}: copy the "
+                        f"model's own tokenizer into it")  # fmt: skip
+    return tokenizer
 
 
 def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LoadedModel:
@@ -113,19 +158,19 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         UserError: unknown name, no network, damaged or altered file, no adapter, or keys that do not match.
     """
     folder = resolve(name)
-    if not (folder / "config.json").exists():
-        raise UserError(f"no config.json in {folder}: this folder is not a checkpoint")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:  # transformers names no architecture, or one that it does not have
-        raise UserError(f"cannot make sense of {folder / 'config.json'} ({str(error).splitlines()[0]}): this is not a "
-                        f"model of a class that the installed transformers has") from error  # fmt: skip
+    config = read_config(folder)
     adapter = adapter_for(config)
+    if config.num_experts_per_tok > adapter.num_experts(config):
+        raise UserError(f"{folder / 'config.json'} asks for {config.num_experts_per_tok} of "
+                        f"{adapter.num_experts(config)} experts per token: this config is not of a real model")  # fmt: skip
     digest = checkpoint_digest(folder)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except (SafetensorError, OSError) as error:
         raise UserError(f"cannot read the weights in {folder} ({error}): the file is damaged, fetch it again") from error
+    except (RuntimeError, KeyError) as error:
+        raise UserError(f"the weights in {folder} have other shapes than its config.json says, or experts are missing: "
+                        f"fetch both again from one place") from error  # fmt: skip
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
             raise UserError(f"{name}: {len(report[kind])} {kind.replace('_', ' ')} in the checkpoint, e.g. "
@@ -135,7 +180,4 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     if expected is not None and actual != expected:
         raise UserError(f"{name} has {actual:,} parameters, its geometry row says {expected:,}: not the model it claims")
     model.eval().requires_grad_(False).to(device)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if not tokenizer("a")["input_ids"]:
-        raise UserError(f"no tokenizer in {folder}: copy tokenizer.json of the model into it")
-    return LoadedModel(shown_name(name), folder, digest, model, tokenizer, adapter)
+    return LoadedModel(shown_name(name), folder, digest, model, read_tokenizer(folder, config.vocab_size), adapter)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from specter_lab.errors import UserError
 from specter_lab.experiments.claims import (
     NOT_REPRODUCED,
     NOT_REPRODUCIBLE,
@@ -145,5 +146,14 @@ def test_series_become_one_claim_per_point():
 def test_a_claim_that_cannot_be_judged_is_refused(tmp_path, entry, complaint):
     file = tmp_path / "claims.toml"
     file.write_text(f'[e.c]\ntext = "t"\nunit = "x"\nsource = "S"\n{entry}\n')
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(UserError, match=complaint):
+        read_claims(file)
+
+
+def test_a_damaged_or_missing_file_is_one_sentence(tmp_path):
+    file = tmp_path / "claims.toml"
+    with pytest.raises(UserError, match="missing or damaged"):
+        read_claims(file)
+    file.write_text("[e.c")
+    with pytest.raises(UserError, match="restore it"):
         read_claims(file)

@@ -98,7 +98,7 @@ def test_bad_input_is_one_sentence(qwen, prompts):
     other.config.vocab_size = 32000
     with pytest.raises(UserError, match="the draft has a vocabulary of 32000 tokens, the target one of 2048"):
         speculative_decode(qwen, other, prompts, new_tokens=N, depth=K)
-    with pytest.raises(UserError, match="need 2061 positions, the model has 2048: ask for 13 new tokens less"):
+    with pytest.raises(UserError, match="need 2061 positions, the model has 2048: ask for 13 fewer new tokens"):
         speculative_decode(qwen, qwen, prompts, new_tokens=2048, depth=K)
     with pytest.raises(UserError, match="at least 2 tokens"):
         plain_decode(qwen, prompts[:, :1], new_tokens=N)

@@ -92,3 +92,48 @@ def test_architecture_without_adapter(copy_of_phi):
     (copy_of_phi / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     with pytest.raises(UserError, match="no adapter for architecture 'llama': add specter_lab/models/adapters/llama.py"):
         load(str(copy_of_phi))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model_type": "qwen2_moe", "hidden_size": "wide"}'])
+def test_damaged_config(copy_of_phi, content):
+    (copy_of_phi / "config.json").write_text(content)
+    with pytest.raises(UserError, match="cannot make sense of"):
+        load(str(copy_of_phi))
+
+
+@pytest.mark.parametrize("change", [{"num_local_experts": 9}, {"hidden_size": 128}])
+def test_config_of_another_model(copy_of_phi, change):
+    config = json.loads((copy_of_phi / "config.json").read_text())
+    (copy_of_phi / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match="other shapes"):
+        load(str(copy_of_phi))
+
+
+def test_more_experts_per_token_than_there_are(copy_of_phi):
+    config = json.loads((copy_of_phi / "config.json").read_text())
+    (copy_of_phi / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 20}))
+    with pytest.raises(UserError, match="20 of 16 experts"):
+        load(str(copy_of_phi))
+
+
+@pytest.mark.parametrize("content", [None, "", '{"version": "1.0"'])
+def test_damaged_tokenizer(copy_of_phi, content):
+    file = copy_of_phi / "tokenizer.json"
+    file.unlink() if content is None else file.write_text(content)
+    with pytest.raises(UserError, match="tokenizer"):
+        load(str(copy_of_phi))
+
+
+def test_zoo_model_without_manifest(tmp_path, monkeypatch):
+    shutil.copytree(ZOO / "phi-nano", tmp_path / "phi-nano")
+    (tmp_path / "phi-nano" / MANIFEST).unlink()
+    monkeypatch.setattr("specter_lab.models.load.ZOO", tmp_path)
+    with pytest.raises(UserError, match="restore it"):
+        load("phi-nano")
+
+
+def test_own_digest_follows_the_config(copy_of_phi):
+    before = load(str(copy_of_phi)).digest
+    config = json.loads((copy_of_phi / "config.json").read_text())
+    (copy_of_phi / "config.json").write_text(json.dumps(config | {"router_jitter_noise": 0.02}))
+    assert load(str(copy_of_phi)).digest != before

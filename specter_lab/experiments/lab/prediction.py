@@ -8,17 +8,17 @@ import numpy as np
 
 from specter_lab.errors import UserError
 from specter_lab.experiments.lab.report import DepthRow, Estimate, Prediction
+from specter_lab.experiments.specter.dense_vs_moe import plain_rounds
 from specter_lab.measure import acceptance
 from specter_lab.measure.bootstrap import ratio_interval
-from specter_lab.measure.locality import lru_residents
 from specter_lab.measure.speculate import Rounds
 from specter_lab.measure.trace import Trace
 from specter_lab.models.anatomy import Anatomy
-from specter_lab.plan.cost import round_cost
-from specter_lab.plan.depth import Tpot, best_depth, round_costs, tpot_definitions
+from specter_lab.plan.depth import best_depth, round_costs, tpot_definitions
 from specter_lab.plan.hardware import Profile
 from specter_lab.plan.memory import footprints
 
+PLAIN = 0  # depth
 TPOT = "steady"  # of plan.depth's definitions: what a long text costs
 
 
@@ -46,25 +46,25 @@ def predict(
         UserError: there is no room for a single expert slot per layer.
     """
     slots = slots_that_fit(model, memory_gb, context_tokens=int(plain.position.max()) + 1)
-    row, tpot = _plain(plain, model, profile, slots, seed)
-    rows, tpots = [row], {0: tpot}
-    for depth, found in sorted(rounds.items()):
+    rows, tpots = [], {}
+    for depth, found in sorted({PLAIN: plain_rounds(plain), **rounds}.items()):
         held = acceptance.residency(found, slots)
         costs = round_costs(found, held, model, profile, slots)
-        tpots[depth] = tpot_definitions(found, np.array([cost.total_ms for cost in costs]), new_tokens)[TPOT]
-        accepted = acceptance.measure(found, seed=seed)
+        tpot = tpot_definitions(found, np.array([cost.total_ms for cost in costs]), new_tokens)[TPOT]
+        accepted = None if depth == PLAIN else acceptance.measure(found, seed=seed)
         rows.append(
             DepthRow(
                 depth=depth,
-                accepted_per_checked=Estimate.of(accepted.per_checked),
-                accepted_per_proposed=Estimate.of(accepted.per_proposed),
-                tokens_per_round=Estimate.of(accepted.tokens_per_round),
+                accepted_per_checked=accepted and Estimate.of(accepted.per_checked),
+                accepted_per_proposed=accepted and Estimate.of(accepted.per_proposed),
+                tokens_per_round=accepted and Estimate.of(accepted.tokens_per_round),
                 distinct_experts=float(held.distinct.mean()),
                 resident_experts=float(held.resident.mean()),
-                simulated_ms_per_token=_estimate(tpots[depth], seed),
+                simulated_ms_per_token=Estimate.of(ratio_interval(tpot.ms, tpot.tokens, seed=seed)),
                 simulated_h2d_mb_per_round=float(np.mean([cost.h2d_bytes for cost in costs])) / 1e6,
             )
         )
+        tpots[depth] = tpot
     best = best_depth(tpots, seed=seed)
     return tuple(rows), Prediction(profile.name, model.name, memory_gb, slots, best.depth, best.low, best.high)
 
@@ -85,33 +85,3 @@ def slots_that_fit(model: Anatomy, memory_gb: float, context_tokens: int) -> int
                         f"its other weights and one expert slot per layer, and there are {memory_gb:g}: name more "
                         f"memory")  # fmt: skip
     return min(slots, model.num_experts)
-
-
-def _plain(trace: Trace, model: Anatomy, profile: Profile, slots: int, seed: int) -> tuple[DepthRow, Tpot]:
-    """Plain decoding: a round is one token, its top-k experts are known when they are needed."""
-    held = lru_residents(trace, window=1, slots=slots)  # sums over a request's tokens and layers, [R]
-    tokens = held.needed / (len(trace.layers) * trace.top_k)  # [R]
-    resident = trace.top_k * held.found / np.maximum(held.needed, 1)  # [R] mean per token and layer
-    costs = [
-        round_cost(
-            model, profile, depth=0, distinct_experts=trace.top_k, resident_experts=count, slots=slots,
-            context_tokens=int(trace.position.mean()),
-        )
-        for count in resident
-    ]  # fmt: skip
-    tpot = Tpot(np.array([cost.total_ms for cost in costs]) * tokens, tokens)
-    row = DepthRow(
-        depth=0,
-        accepted_per_checked=None,
-        accepted_per_proposed=None,
-        tokens_per_round=None,
-        distinct_experts=float(trace.top_k),
-        resident_experts=float(trace.top_k * held.found.sum() / held.needed.sum()),
-        simulated_ms_per_token=_estimate(tpot, seed),
-        simulated_h2d_mb_per_round=float(np.average([cost.h2d_bytes for cost in costs], weights=tokens)) / 1e6,
-    )
-    return row, tpot
-
-
-def _estimate(tpot: Tpot, seed: int) -> Estimate:
-    return Estimate.of(ratio_interval(tpot.ms, tpot.tokens, seed=seed))

@@ -9,6 +9,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from specter_lab.experiments.specter.setting import BUDGETS
 from specter_lab.measure.acceptance import expected_accepted
 from specter_lab.measure.prompts import PROMPT_SETS
 from specter_lab.measure.sampling import GREEDY
@@ -19,7 +20,9 @@ QUANTIZER, PREFIX, TPOT, BEST = "quantizer", "prefix length", "tpot", "best dept
 
 PAPER_ACCEPTANCE = 0.9663  # Specter [S]: accepted over checked
 DEFINITIONS = {"paper": "-", "steady": "--", "decode": ":"}  # of TPOT -> line style
-PAPER_BEST = {"qwen": 8, "phi": 16, "deepseek": 16}
+PAPER_BEST = {family: budget.depth for family, budget in BUDGETS.items()}
+OUR_STAR = {"marker": "*", "markersize": 8, "linestyle": "none"}
+PAPER_STAR = {"marker": "*", "markersize": 15, "linestyle": "none", "mfc": "white"}
 
 
 def chosen(rows: pd.DataFrame, by: str, temperature: float = GREEDY, **columns) -> pd.DataFrame:
@@ -92,15 +95,15 @@ def _tpot(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
         for definition, style in DEFINITIONS.items():
             part = chosen(rows, TPOT, model=model, budget="high", definition=definition)
             axis.plot(part["depth"], part["simulated_tpot_ms"], linestyle=style, color=color, linewidth=1.2)
-            best = part.loc[part["simulated_tpot_ms"].idxmin()]
             if definition == "paper":
-                axis.plot(best["depth"], best["simulated_tpot_ms"], marker="*", markersize=11, color=color)
+                best = part.loc[part["simulated_tpot_ms"].idxmin()]
                 reported = part[part["depth"] == PAPER_BEST.get(part["family"].iloc[0])]
-                axis.plot(reported["depth"], reported["simulated_tpot_ms"], marker="*", markersize=11, color=color, mfc="white")
+                axis.plot(reported["depth"], reported["simulated_tpot_ms"], color=color, **PAPER_STAR)
+                axis.plot(best["depth"], best["simulated_tpot_ms"], color=color, **OUR_STAR)
     for definition, style in DEFINITIONS.items():
         axis.plot([], [], linestyle=style, color="0.3", linewidth=1.2, label=definition)
-    axis.plot([], [], "*", color="0.3", markersize=9, label="our K* (paper's formula)")
-    axis.plot([], [], "*", color="0.3", mfc="white", markersize=9, label="the paper's K*")
+    axis.plot([], [], color="0.3", label="our K* (paper's formula)", **OUR_STAR)
+    axis.plot([], [], color="0.3", label="the paper's K*", **PAPER_STAR)
     axis.legend(fontsize=7, loc="center right")
     profile = chosen(rows, TPOT)["profile"].iloc[0]
     axis.set(title="c  TPOT, simulated", xlabel=f"depth K ({profile}, high budget)", ylabel="simulated TPOT, ms", yscale="log")

@@ -24,7 +24,7 @@ from specter_lab.measure.capture import capture
 from specter_lab.measure.decode import decode
 from specter_lab.measure.prompts import PROMPT_SETS, TokenizedRequests, select, tokenize
 from specter_lab.measure.trace import Origin, Trace, read_trace, write_trace
-from specter_lab.models.load import LoadedModel, checkpoint_digest, load, resolve, sha256_of
+from specter_lab.models.load import LoadedModel, checkpoint_digest, load, read_config, resolve, sha256_of
 
 MAX_TOKENS = 96  # of each request, teacher-forced
 PREFIX_TOKENS = 32  # read by the target before a free-running window or a continuation
@@ -122,7 +122,7 @@ def _kept_trace(
 
 def model_type(model: str) -> str:
     """The architecture of a model, as config.json names it."""
-    return json.loads((resolve(model) / "config.json").read_text())["model_type"]
+    return read_config(resolve(model)).model_type
 
 
 def family(model: str) -> str:
