@@ -45,7 +45,7 @@ def with_vocabulary(model: PreTrainedModel, token_ids: Tensor) -> PreTrainedMode
 
 
 def continuation_law(model: PreTrainedModel, prompt: Tensor, length: int, temperature: float) -> np.ndarray:
-    """Probability of every continuation of `length` tokens of a prompt [P]: [V^n] float64, in `continuation_index` order.
+    """Probability of every continuation of `length` tokens of a prompt [P]: [V^n] float64, by `continuation_index`.
 
     One forward pass over all V^n texts: for small vocabularies only.
     """

@@ -70,7 +70,9 @@ def tpot_definitions(rounds: Rounds, round_ms: np.ndarray, new_tokens: int) -> d
     return {name: Tpot(*np.array(pairs).T) for name, pairs in sums.items()}
 
 
-def best_depth(by_depth: Mapping[int, Tpot], *, resamples: int = 2000, confidence: float = 0.95, seed: int = 0) -> BestDepth:
+def best_depth(
+    by_depth: Mapping[int, Tpot], *, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
+) -> BestDepth:
     """K* over the depths given, measured on the same requests; the range is that of the bootstrap over requests.
 
     Raises:

@@ -52,7 +52,9 @@ def test_rows_claims_and_figure(rows):
     coarse = depth.chosen(rows, depth.QUANTIZER).set_index("item")["accepted_per_checked"]
     assert coarse["rtn-int2"] < coarse["rtn-int8"]
 
-    tpot = depth.chosen(rows, depth.TPOT, budget="high").pivot(index="depth", columns="definition", values="simulated_tpot_ms")
+    tpot = depth.chosen(rows, depth.TPOT, budget="high").pivot(
+        index="depth", columns="definition", values="simulated_tpot_ms"
+    )
     assert (tpot["paper"] < tpot["decode"]).all(), "the first round is free in the paper's formula"
     best = depth.chosen(rows, depth.BEST, budget="high").set_index("item")["depth"]
     assert best.to_dict() == tpot.idxmin().to_dict()
@@ -75,5 +77,7 @@ def test_every_prompt_is_as_long_as_its_prefix():
 
 def test_too_few_long_prompts(monkeypatch):
     monkeypatch.setattr(depth, "PROMPTS_PER_SET", 5)
-    with pytest.raises(UserError, match="only 12 of 12 prompts of 'mathematics' have 16 tokens for qwen-nano, 15 are needed"):
+    with pytest.raises(
+        UserError, match="only 12 of 12 prompts of 'mathematics' have 16 tokens for qwen-nano, 15 are needed"
+    ):
         depth.prompts_of(routing.ask(QWEN, depth.POOL_PER_SET, 0), 16)

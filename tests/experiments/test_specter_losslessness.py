@@ -32,7 +32,8 @@ def test_greedy_rows():
 def test_sampled_rows_tell_a_wrong_rule_from_the_standard_one():
     digest = routing.inputs_digest(QWEN)
     standard, wrong = (
-        losslessness.measure_sampled(QWEN, digest, 0, rule, "rtn-int2", 1.0)[0] for rule in ("standard", "always accept")
+        losslessness.measure_sampled(QWEN, digest, 0, rule, "rtn-int2", 1.0)[0]
+        for rule in ("standard", "always accept")
     )
     assert (standard["n_samples"], wrong["n_samples"]) == (600, 600)
     assert standard["p_value"] > 0.01 > 1e-6 > wrong["p_value"]

@@ -6,7 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from specter_lab.measure.distribution import (
-    RULES, continuation_index, continuation_law, goodness_of_fit, with_vocabulary,
+    RULES,
+    continuation_index,
+    continuation_law,
+    goodness_of_fit,
+    with_vocabulary,
 )  # fmt: skip
 from specter_lab.measure.speculate import speculative_decode
 from specter_lab.models.experts import read_banks, with_experts

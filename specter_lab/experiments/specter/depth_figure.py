@@ -53,7 +53,9 @@ def plot(rows: pd.DataFrame) -> Figure:
 def _points(axis: Axes, x: np.ndarray, part: pd.DataFrame, column: str, **style) -> None:
     """Values with their intervals."""
     ends = part[[f"{column}_ci_low", f"{column}_ci_high"]].T.to_numpy()
-    axis.errorbar(x, part[column], yerr=np.abs(ends - part[column].to_numpy()), **{"capsize": 2, "markersize": 4} | style)
+    axis.errorbar(
+        x, part[column], yerr=np.abs(ends - part[column].to_numpy()), **{"capsize": 2, "markersize": 4} | style
+    )
 
 
 def _positions(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
@@ -68,8 +70,8 @@ def _positions(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
     axis.plot(x, PAPER_ACCEPTANCE**x, color="0.3", linewidth=1, linestyle="--")
     axis.annotate("paper: $0.9663^i$", (12, PAPER_ACCEPTANCE**12), fontsize=7, color="0.35", xytext=(2, 5),
                   textcoords="offset points")  # fmt: skip
-    axis.set(title=f"a  Rounds whose first i tokens pass (greedy, K = {depth})", xlabel="position i in the drafted window",
-             ylabel="accepted / proposed", ylim=(0, 1))  # fmt: skip
+    axis.set(title=f"a  Rounds whose first i tokens pass (greedy, K = {depth})", ylim=(0, 1))
+    axis.set(xlabel="position i in the drafted window", ylabel="accepted / proposed")
 
 
 def _tokens_per_round(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
@@ -78,12 +80,16 @@ def _tokens_per_round(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
         for temperature, marker in ((GREEDY, "o"), (1.0, "^")):
             part = chosen(rows, DEPTH, temperature, model=model)
             filled = color if temperature == GREEDY else "white"
-            _points(axis, part["depth"], part, "tokens_per_round", color=color, marker=marker, linestyle="none", mfc=filled)
+            _points(
+                axis, part["depth"], part, "tokens_per_round", color=color, marker=marker, linestyle="none", mfc=filled
+            )
             if temperature == GREEDY:
                 acceptances += part["accepted_per_checked"].tolist()
     a, depths = float(np.mean(acceptances)), np.arange(1, 33)
     axis.plot(depths, [1 + expected_accepted(a, k) for k in depths], color="0.3", linewidth=1)
-    axis.plot(depths, [1 + expected_accepted(PAPER_ACCEPTANCE, k) for k in depths], color="0.3", linewidth=1, linestyle="--")
+    axis.plot(
+        depths, [1 + expected_accepted(PAPER_ACCEPTANCE, k) for k in depths], color="0.3", linewidth=1, linestyle="--"
+    )
     axis.axhline(1 + expected_accepted(PAPER_ACCEPTANCE, None), color="0.4", linewidth=0.8, linestyle=":")
     axis.annotate("paper: 1 + a/(1-a) = 29.7, for K → ∞ only", (1, 29.9), fontsize=7, color="0.35", va="bottom")
     axis.annotate("bounded:\n- - paper's a\n— our a = " + f"{a:.3f}", (3, 16), fontsize=7, color="0.35")
@@ -106,7 +112,12 @@ def _tpot(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
     axis.plot([], [], color="0.3", label="the paper's K*", **PAPER_STAR)
     axis.legend(fontsize=7, loc="center right")
     profile = chosen(rows, TPOT)["profile"].iloc[0]
-    axis.set(title="c  TPOT, simulated", xlabel=f"depth K ({profile}, high budget)", ylabel="simulated TPOT, ms", yscale="log")
+    axis.set(
+        title="c  TPOT, simulated",
+        xlabel=f"depth K ({profile}, high budget)",
+        ylabel="simulated TPOT, ms",
+        yscale="log",
+    )
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("{x:g}")
     axis.tick_params(axis="y", which="minor", labelsize=7)
@@ -129,7 +140,9 @@ def _dots(axis: Axes, rows: pd.DataFrame, items: tuple, colors: dict) -> None:
     for i, (model, color) in enumerate(colors.items()):
         part = rows[rows["model"] == model].set_index("item").reindex(items)
         shift = 0.16 * (i - (len(colors) - 1) / 2)
-        _points(axis, np.arange(len(items)) + shift, part, "accepted_per_checked", color=color, marker="o", linestyle="none")
+        _points(
+            axis, np.arange(len(items)) + shift, part, "accepted_per_checked", color=color, marker="o", linestyle="none"
+        )
     axis.set_xticks(range(len(items)), items, rotation=25, ha="right", fontsize=8)
 
 

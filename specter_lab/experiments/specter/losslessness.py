@@ -23,7 +23,12 @@ from specter_lab.experiments.specter import routing
 from specter_lab.experiments.specter.losslessness_figure import PARITY, RULE, WIDTH, plot
 from specter_lab.measure.bootstrap import ratio_interval
 from specter_lab.measure.distribution import (
-    RULES, STANDARD, continuation_index, continuation_law, goodness_of_fit, with_vocabulary,
+    RULES,
+    STANDARD,
+    continuation_index,
+    continuation_law,
+    goodness_of_fit,
+    with_vocabulary,
 )  # fmt: skip
 from specter_lab.measure.parity import WidthEffect, greedy_parity, width_effect
 from specter_lab.measure.speculate import speculative_decode
@@ -79,9 +84,9 @@ def measure_greedy(model: str, digest: str, seed: int, precision: str) -> jobs.R
         found = greedy_parity(target, draft, ids[:PREFIX_TOKENS], new_tokens=NEW_TOKENS, depth=DEPTH)
         effects.append(width_effect(target, ids, DEPTH + 1))
         rows.append(base | {
-            "by": PARITY, "item": request.prompt_set, "new_tokens": found.new_tokens, "equal_tokens": found.equal_tokens,
-            "margin": found.margin, "tokens_per_round": round(found.tokens_per_round, 3),
-            "repeated_share": round(found.repeated, 3),
+            "by": PARITY, "item": request.prompt_set, "new_tokens": found.new_tokens,
+            "equal_tokens": found.equal_tokens, "margin": found.margin,
+            "tokens_per_round": round(found.tokens_per_round, 3), "repeated_share": round(found.repeated, 3),
         })  # fmt: skip
     return rows + [base | row for row in _rounding(effects)]
 
@@ -98,14 +103,14 @@ def _rounding(effects: list[WidthEffect]) -> jobs.Rows:
     ]  # fmt: skip
 
 
-def measure_sampled(
-    model: str, digest: str, seed: int, rule: str, quantizer: str, temperature: float
-) -> jobs.Rows:
+def measure_sampled(model: str, digest: str, seed: int, rule: str, quantizer: str, temperature: float) -> jobs.Rows:
     """One test of sampled continuations against their law."""
     question = routing.ask(model, 5, seed)
     vocabulary = _frequent_tokens(question.tokens.ids)
     target = with_vocabulary(question.source.model, vocabulary)
-    draft = with_vocabulary(with_experts(question.source.model, routing.quantized(question, quantizer, CACHE).banks), vocabulary)
+    draft = with_vocabulary(
+        with_experts(question.source.model, routing.quantized(question, quantizer, CACHE).banks), vocabulary
+    )
     prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(seed))
     laws = [continuation_law(m, prompt, CONTINUATION, temperature) for m in (target, draft)]
     counts = np.zeros(VOCABULARY**CONTINUATION, dtype=int)

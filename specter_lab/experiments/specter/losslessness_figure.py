@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from specter_lab.measure.distribution import STANDARD
 
 PARITY, WIDTH, RULE = "parity", "width", "rule"  # what a row is about: its column `by`
-SMALLEST = 1e-8  # logit difference drawn for 0
 
 
 def plot(rows: pd.DataFrame) -> Figure:
@@ -41,8 +40,9 @@ def _parity(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
             axis.plot(at[parted], mine["equal_tokens"][parted], "x", color="black", markersize=6)
     axis.plot([], [], "x", color="black", label="first divergence")
     axis.axhline(part["new_tokens"].max(), color="0.4", linewidth=0.8, linestyle=":")
-    axis.legend(fontsize=8, loc="lower left")
-    axis.set(title="a  Greedy: equal to plain decoding (5 prompts)", ylabel="new tokens before the first divergence")
+    axis.legend(fontsize=8, loc="upper left")
+    axis.set(ylim=(0, 1.2 * part["new_tokens"].max()), ylabel="new tokens before the first divergence")
+    axis.set_title("a  Greedy: equal to plain decoding")
     axis.set_xticks(range(len(precisions)), precisions)
 
 
@@ -50,12 +50,12 @@ def _rounding(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
     part = rows[rows["by"] == WIDTH]
     for precision, style in zip(dict.fromkeys(part["precision"]), ("-", "--")):
         for model, color in colors.items():
-            mine = part[(part["precision"] == precision) & (part["model"] == model)]
-            axis.plot(mine["difference"].clip(lower=SMALLEST), mine["item"].astype(float), style, color=color, linewidth=1.2)
+            mine = part[(part["precision"] == precision) & (part["model"] == model) & (part["difference"] > 0)]
+            axis.plot(mine["difference"], mine["item"].astype(float), style, color=color, linewidth=1.2)
         axis.plot([], [], style, color="0.3", label=f"logit difference, {precision}")
     for model, color in colors.items():
         mine = part[(part["precision"] == part["precision"].iloc[0]) & (part["model"] == model)]
-        axis.plot(mine["margin"].clip(lower=SMALLEST), mine["item"].astype(float), color=color, linewidth=3, alpha=0.35)
+        axis.plot(mine["margin"], mine["item"].astype(float), color=color, linewidth=3, alpha=0.35)
     axis.plot([], [], color="0.3", linewidth=3, alpha=0.35, label="margin of the best token")
     width = int(part["depth"].iloc[0]) + 1
     axis.set(title=f"b  Passes of {width} tokens round differently", xscale="log", xlabel="logits",
@@ -72,15 +72,17 @@ def _rules(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
         at = np.arange(len(tests)) + 0.2 * (i - (len(colors) - 1) / 2)
         axis.plot(mine["total_variation_at_most"], at, "o", color=color, markersize=5)
         axis.plot(mine["draft_total_variation"], at, "|", color=color, markersize=9)
-        for y, p, x in zip(at, mine["p_value"], mine["total_variation_at_most"]):
-            axis.annotate(f" p = {p:.2f}" if p > 1e-3 else " p < 0.001", (x, y), fontsize=7, va="center", xytext=(4, 0),
-                          textcoords="offset points")  # fmt: skip
+        for y, p in zip(at, mine["p_value"]):
+            text = f"p = {p:.2f}" if p > 1e-3 else "p < 0.001"
+            axis.annotate(text, (1.01, y), xycoords=("axes fraction", "data"), fontsize=7, va="center", color=color)
     wrong = [y for y, test in enumerate(tests) if not test.startswith(STANDARD)]
     axis.axhspan(min(wrong) - 0.5, max(wrong) + 0.5, color="tab:red", alpha=0.07)
-    axis.annotate("wrong on purpose", (0.98, max(wrong) + 0.42), xycoords=("axes fraction", "data"), fontsize=8, ha="right")
+    axis.annotate(
+        "wrong on purpose", (0.98, max(wrong) + 0.42), xycoords=("axes fraction", "data"), fontsize=8, ha="right"
+    )
     axis.plot([], [], "o", color="0.3", label="at most (95 %)")
     axis.plot([], [], "|", color="0.3", markersize=9, label="the draft's own distance")
-    axis.set(title="c  Sampled: distance from the target's law", xlabel="total variation", xscale="log")
+    axis.set(title="c  Sampled: distance from the target's law", xlabel="total variation", xlim=(-0.02, 1))
     axis.set_yticks(range(len(tests)), tests, fontsize=8)
     axis.invert_yaxis()
     axis.legend(fontsize=7, loc="upper right")
