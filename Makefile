@@ -23,7 +23,7 @@ export GPTQMODEL_CPU_WORKERS ?= 2
 export GPTQMODEL_DISABLE_PACK_EXT ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-autoawq setup-ray test reproduce-all record readme train-zoo lab clean FORCE
+.PHONY: help setup setup-autoawq setup-ray doctor test reproduce-all record readme train-zoo lab clean FORCE
 
 help: ## this list
 	@$(BOOTSTRAP) -m specter_lab.experiments.help
@@ -36,6 +36,9 @@ setup-autoawq: ## install the optional second AWQ engine into .venv-autoawq
 
 setup-ray: $(STAMP) ## add Ray to .venv, for RUNNER=ray on many machines (10 seconds, 200 MB)
 	@$(SETUP) --lock $(RAY_LOCK) --stamp .stamp-ray
+
+doctor: $(STAMP) ## what is here, how fast this machine is; writes the hardware profile "this-machine" (30 seconds)
+	$(LAB) doctor
 
 test: $(STAMP) ## the whole test suite; ARGS="-k name" for a part of it
 	$(PY) -m pytest $(ARGS)

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from specter_lab.errors import UserError
 from specter_lab.experiments.registry import DEFAULT_MODELS, EXPERIMENTS, TIERS, find
 
+EXIT_MISSING = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns the exit status: 0, 2 for a UserError or a full disk, 130 for Ctrl-C."""
+    """Run one subcommand. Returns the exit status: 0, 2 for a UserError or a full disk, 130 for Ctrl-C, and 1 when
+    `doctor` found something needed missing."""
     options = _parser().parse_args(arguments)
     try:
-        options.function(options)
+        return options.function(options) or 0
     except UserError as error:
         return _fail(str(error), EXIT_USER_ERROR)
     except KeyboardInterrupt:
@@ -32,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"SPECTER_LAB_OUT to a folder on another disk, and run the same command again; finished rows are kept",
             EXIT_USER_ERROR,
         )
-    return 0
 
 
 def _fail(sentence: str, status: int) -> int:
@@ -69,6 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
     command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     command.set_defaults(function=_measure)
+
+    command = commands.add_parser("doctor", help="what is installed, how fast this machine is; writes its profile")
+    command.add_argument("--json", action="store_true", help="print JSON instead of a report")
+    command.set_defaults(function=_doctor)
 
     command = commands.add_parser("lab", help="execute a lab notebook headless")
     command.add_argument("id", help="lab-your-model, ...")
@@ -116,6 +121,14 @@ def _measure(options: argparse.Namespace) -> None:
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     report = measure_model(options.model, on_step=lambda text: print(f"{text} ...", file=sys.stderr), **given)
     print(report.to_json() if options.json else report.to_text())
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from specter_lab.plan.doctor import examine
+
+    report = examine(on_step=lambda text: print(f"{text} ...", file=sys.stderr))
+    print(report.to_json() if options.json else report.to_text())
+    return 0 if report.works else EXIT_MISSING
 
 
 def _lab(options: argparse.Namespace) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +20,7 @@ import psutil
 from specter_lab import paths
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.registry import find
+from specter_lab.measure.host_speed import cpu_name, usable_cores
 from specter_lab.models.load import shown_name
 
 PACKAGES = (
@@ -38,11 +38,23 @@ def code_digest(experiment: str) -> str:
 @cache
 def source_digest(module: str) -> str:
     """sha256 over the source of the measuring packages and of an experiment module's folder, and package versions."""
-    package = paths.ROOT / "specter_lab"
     own_folder = Path(find_spec(module).origin).parent
-    files = [file for part in MEASURING_PACKAGES for file in sorted((package / part).rglob("*.py"))]
+    return _digest([*_sources(MEASURING_PACKAGES), *sorted(own_folder.glob("*.py"))])
+
+
+@cache
+def recording_digest() -> str:
+    """sha256 over the source that can change what is recorded of a model, policies and engines left out."""
+    return _digest(_sources(("models", "compress", "measure")))
+
+
+def _sources(packages: Iterable[str]) -> list[Path]:
+    return [file for part in packages for file in sorted((paths.ROOT / "specter_lab" / part).rglob("*.py"))]
+
+
+def _digest(files: Iterable[Path]) -> str:
     digest = hashlib.sha256(repr(sorted(_packages().items())).encode())
-    for file in files + sorted(own_folder.glob("*.py")):
+    for file in files:
         digest.update(f"{file.parent.name}/{file.name}\n".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -93,19 +105,13 @@ def _command(context: Context) -> str:
 
 def _machine() -> dict:
     return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpu": gpu_name(),
         "system": f"{platform.system()} {platform.release()}",
         "python": sys.version.split()[0],
     }
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _packages() -> dict[str, str]:

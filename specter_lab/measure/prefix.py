@@ -12,6 +12,7 @@ The draft works on a copy, which is thrown away; after verification `forget` dro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,13 @@ class Prefix:
             where = columns.clamp_min(0)[:, None, :, None]
             layer.keys = torch.take_along_dim(layer.keys, where, dim=2)
             layer.values = torch.take_along_dim(layer.values, where, dim=2)
+
+    def rows(self, chosen: Tensor) -> Prefix:
+        """An independent prefix of some rows [N], each as often as it is named."""
+        cache = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in cache.layers]
+        cache.batch_select_indices(chosen)  # makes new tensors
+        return Prefix(cache, self.lengths[chosen])
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only some requests: bool [B]."""

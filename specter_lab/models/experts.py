@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specter_lab.errors import UserError
 from specter_lab.models.adapters import MoELayer, adapter_for
 
 
@@ -63,3 +64,21 @@ def with_experts(model: PreTrainedModel, banks: Sequence[ExpertBank]) -> PreTrai
                 raise ValueError(f"layer {bank.layer} {name}: {tuple(value.shape)} given, {tuple(old.shape)} needed")
             setattr(layer.experts, name, nn.Parameter(value.to(old), requires_grad=False))
     return draft
+
+
+def with_top_k(model: PreTrainedModel, top_k: int) -> PreTrainedModel:
+    """A second model whose tokens use fewer experts; it shares every tensor with `model` (SS-MoE's draft).
+
+    Raises:
+        UserError: `top_k` is not between 1 and the model's, or the architecture's router has a fixed number.
+    """
+    most = model.config.num_experts_per_tok
+    if not 1 <= top_k <= most:
+        raise UserError(f"{top_k} experts per token were asked for, the model uses {most}: choose 1 to {most}")
+    if model.config.model_type == "phimoe" and top_k != most:
+        raise UserError(f"Phi's sparsemixer router picks {most} experts by construction: it cannot draft with {top_k}")
+    fewer = copy.deepcopy(model, memo={id(t): t for t in (*model.parameters(), *model.buffers())})
+    fewer.config.num_experts_per_tok = top_k
+    for layer in adapter_for(fewer.config).moe_layers(fewer):
+        layer.router.top_k = top_k
+    return fewer

@@ -23,6 +23,13 @@ Assumptions:
    draft predicts (`predicted_share`), as far as slots are free of experts already in use; the verification waits for
    all the rest. Evictions cost nothing: host copies are never written back.
 6. Verification computes after the copies, not beside them: an upper bound of the exposed time.
+
+Where the profile has a measured time (`[[measured]]`: operation, model, tokens, ms), it replaces the roofline at
+exactly that number of tokens. Operations, each over all layers of one pass:
+
+    every_token    the weights that every token uses, context empty
+    expert         one BF16 expert in every MoE layer, `tokens` tokens in the pass
+    draft_step     a whole draft step with its launches, context empty (tokens = 1)
 """
 
 from __future__ import annotations
@@ -33,9 +40,9 @@ from specter_lab.compress.int4 import int4_expert_bytes
 from specter_lab.models.anatomy import Anatomy
 from specter_lab.models.geometry import BF16_BYTES
 from specter_lab.plan.hardware import Profile
+from specter_lab.plan.lookahead import COLD_START
 
 OPERATORS_PER_LAYER = 50  # eager decoder layer: two norms, projections, rotary, attention, router, experts, shared MLP
-COLD_START = 0.2  # share of the draft steps before the first chunk boundary (Specter's artifact: floor(0.2 K))
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ def round_cost(
     if not 0 <= resident_experts <= min(distinct_experts, slots) + 1e-9 or depth < 0:
         raise ValueError(f"{resident_experts} resident of {distinct_experts} experts, {slots} slots, depth {depth}")
     missing = distinct_experts - resident_experts
-    prefetched = min(predicted_share * missing, slots - resident_experts) if depth else 0.0
+    prefetched = prefetched_experts(depth, missing, slots - resident_experts, predicted_share)
     copy_ms = model.moe_layers * profile.h2d_ms(model.expert_bytes)  # one expert in every MoE layer
     draft_ms = depth * draft_step_ms(model, profile, context_tokens)
     exposed_ms = max(0.0, prefetched * copy_ms - (1 - COLD_START) * draft_ms) + (missing - prefetched) * copy_ms
@@ -92,6 +99,11 @@ def round_cost(
     )
 
 
+def prefetched_experts(depth: int, missing: float, free_slots: float, predicted_share: float = 1.0) -> float:
+    """Of the `missing` experts per MoE layer, those that are copied while the draft writes (assumption 5)."""
+    return min(predicted_share * missing, free_slots) if depth else 0.0
+
+
 def tpot_ms(cost: RoundCost, tokens_per_round: float) -> float:
     """Steady-state milliseconds per token; `tokens_per_round` counts accepted drafted tokens and the bonus token."""
     return cost.total_ms / tokens_per_round
@@ -99,13 +111,14 @@ def tpot_ms(cost: RoundCost, tokens_per_round: float) -> float:
 
 def draft_step_ms(model: Anatomy, profile: Profile, context_tokens: int = 0) -> float:
     """One token through shared BF16 weights and top-k INT4 experts."""
+    if (measured_ms := profile.measured.get(("draft_step", model.name, 1))) is not None:
+        return measured_ms + _context_ms(model, profile, context_tokens)
     expert_bytes = model.moe_layers * model.top_k * int4_expert_bytes(model.hidden_size, model.expert_width)
-    return max(_kernels_ms(model, profile, 1, expert_bytes, context_tokens), launches_ms(model, profile))
+    experts_ms = roofline_ms(profile, expert_bytes, _expert_flops(model, 1))
+    return max(every_token_ms(model, profile, 1, context_tokens) + experts_ms, launches_ms(model, profile))
 
 
-def verify_ms(
-    model: Anatomy, profile: Profile, tokens: int, distinct_experts: float, context_tokens: int = 0
-) -> float:
+def verify_ms(model: Anatomy, profile: Profile, tokens: int, distinct_experts: float, context_tokens: int = 0) -> float:
     """`tokens` tokens through the target in one pass that reads `distinct_experts` BF16 experts per MoE layer."""
     kernels_ms = verify_kernels_ms(model, profile, tokens, distinct_experts, context_tokens)
     return max(kernels_ms, launches_ms(model, profile))
@@ -115,8 +128,12 @@ def verify_kernels_ms(
     model: Anatomy, profile: Profile, tokens: int, distinct_experts: float, context_tokens: int = 0
 ) -> float:
     """The GPU's own part of `verify_ms`: what it takes when nobody waits for the host."""
-    expert_bytes = model.moe_layers * distinct_experts * model.expert_bytes
-    return _kernels_ms(model, profile, tokens, expert_bytes, context_tokens)
+    if (measured_ms := profile.measured.get(("expert", model.name, tokens))) is not None:
+        experts_ms = distinct_experts * measured_ms
+    else:
+        expert_bytes = model.moe_layers * distinct_experts * model.expert_bytes
+        experts_ms = roofline_ms(profile, expert_bytes, _expert_flops(model, tokens))
+    return every_token_ms(model, profile, tokens, context_tokens) + experts_ms
 
 
 def launches_ms(model: Anatomy, profile: Profile) -> float:
@@ -124,12 +141,22 @@ def launches_ms(model: Anatomy, profile: Profile) -> float:
     return model.layers * OPERATORS_PER_LAYER * profile.launch_us * 1e-3
 
 
-def _kernels_ms(model: Anatomy, profile: Profile, tokens: int, expert_bytes: float, context_tokens: int) -> float:
+def every_token_ms(model: Anatomy, profile: Profile, tokens: int, context_tokens: int) -> float:
+    """Kernels of everything but routed experts, for a pass of `tokens` tokens."""
+    if (measured_ms := profile.measured.get(("every_token", model.name, tokens))) is not None:
+        return measured_ms + _context_ms(model, profile, context_tokens)
     every_token_bytes = model.every_token_parameters * BF16_BYTES + context_tokens * model.kv_bytes_per_token
-    expert_flops = 2 * tokens * model.moe_layers * model.top_k * model.parameters_per_expert
-    shared_ms = _roofline_ms(profile, every_token_bytes, 2 * tokens * model.every_token_parameters)
-    return shared_ms + _roofline_ms(profile, expert_bytes, expert_flops)
+    return roofline_ms(profile, every_token_bytes, 2 * tokens * model.every_token_parameters)
 
 
-def _roofline_ms(profile: Profile, num_bytes: float, flops: float) -> float:
+def _context_ms(model: Anatomy, profile: Profile, context_tokens: int) -> float:
+    return roofline_ms(profile, context_tokens * model.kv_bytes_per_token, 0)
+
+
+def _expert_flops(model: Anatomy, tokens: int) -> int:
+    return 2 * tokens * model.moe_layers * model.top_k * model.parameters_per_expert
+
+
+def roofline_ms(profile: Profile, num_bytes: float, flops: float) -> float:
+    """Time of a kernel that the slower of reading and computing decides."""
     return max(num_bytes / profile.memory_bandwidth_gb_s * 1e-6, flops / profile.bf16_tflop_s * 1e-9)

@@ -95,3 +95,17 @@ def test_near_the_papers_times():
     mixtral = anatomy_of("Mixtral-8x7B")
     plain = cost(mixtral, depth=0, distinct_experts=2.0, resident_experts=0.0, slots=1)
     assert plain.h2d_ms / plain.total_ms == pytest.approx(0.989, abs=0.01)
+
+
+def test_measured_times_replace_the_roofline_where_there_are_any():
+    slow = {("draft_step", QWEN.name, 1): 30.0, ("every_token", QWEN.name, 9): 11.0, ("expert", QWEN.name, 9): 2.0}
+    measured = replace(NO_LAUNCHES, measured=slow)
+    assert draft_step_ms(QWEN, measured) == 30.0
+    kv_ms = 1000 * QWEN.kv_bytes_per_token / 1555e6
+    assert draft_step_ms(QWEN, measured, context_tokens=1000) == pytest.approx(30.0 + kv_ms)
+    assert verify_ms(QWEN, measured, 9, 20) == pytest.approx(11.0 + 20 * 2.0)
+    assert verify_ms(QWEN, measured, 9, 20, context_tokens=1000) == pytest.approx(11.0 + 20 * 2.0 + kv_ms)
+    found, usual = cost(profile=measured), cost(profile=NO_LAUNCHES)
+    assert (found.draft_ms, found.h2d_ms) == (8 * 30.0, usual.h2d_ms)
+    assert verify_ms(QWEN, measured, 10, 20) == verify_ms(QWEN, NO_LAUNCHES, 10, 20)  # other counts: the roofline
+    assert draft_step_ms(PHI, measured) == draft_step_ms(PHI, NO_LAUNCHES)  # other models too

@@ -1,45 +1,138 @@
+from dataclasses import replace
+
 import pytest
 
 from specter_lab.errors import UserError
 from specter_lab.plan import hardware
-from specter_lab.plan.hardware import PAPERS_GPU, PROFILES, read_profile
+from specter_lab.plan.hardware import (
+    CPU_NUMBERS,
+    CURVES,
+    KINDS,
+    NUMBERS,
+    PAPERS_GPU,
+    PROFILES,
+    THIS_MACHINE,
+    own_profiles,
+    profile_names,
+    read_profile,
+    write_profile,
+)
 
 NAMES = sorted(file.stem for file in PROFILES.glob("*.toml"))
+SHIPPED = (PROFILES / f"{PAPERS_GPU}.toml").read_text(encoding="utf-8")
+
+
+def test_the_shipped_machines():
+    assert NAMES == ["a100-40gb-pcie4", "h200-pcie5", "jetson-orin", "rtx3060-12gb", "rtx4090"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_number_has_a_source(name):
+def test_every_number_has_a_source_that_says_its_kind(name):
     profile = read_profile(name)
-    fields = ["memory_gb", "memory_bandwidth_gb_s", "bf16_tflop_s", "launch_us"]
-    assert set(profile.sources) == {*fields, *(f"h2d at {size} bytes" for size in profile.h2d_bytes)}
-    assert all(len(source) > 10 for source in profile.sources.values())
-    assert all(getattr(profile, field) > 0 for field in fields)
+    points = {f"{curve} at {size} bytes" for curve in CURVES for size in getattr(profile, curve).sizes_bytes}
+    assert set(profile.sources) == {*NUMBERS, *(f"cpu.{number}" for number in CPU_NUMBERS), *points}
+    assert all(source.startswith(KINDS) and len(source) > 10 for source in profile.sources.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_larger_copies_take_longer_and_use_the_link_better(name):
-    profile = read_profile(name)
+@pytest.mark.parametrize("curve", CURVES)
+def test_larger_transfers_take_longer_and_use_the_link_better(name, curve):
+    curve = getattr(read_profile(name), curve)
     sizes = [2**k for k in range(18, 31)]
-    times = [profile.h2d_ms(size) for size in sizes]
+    times = [curve.ms(size) for size in sizes]
     bandwidths = [size / time for size, time in zip(sizes, times)]
     assert times == sorted(times)
-    assert bandwidths == pytest.approx(sorted(bandwidths), rel=1e-3)
+    assert bandwidths == pytest.approx(sorted(bandwidths), rel=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_units_are_plausible(name):
+    """A number in the wrong unit is off by a thousand."""
+    profile = read_profile(name)
+    assert 8 <= profile.memory_gb <= 200
+    assert 100 <= profile.memory_bandwidth_gb_s <= 8000
+    assert 10 <= profile.bf16_tflop_s <= 2500
+    assert 1 <= profile.launch_us <= 100
+    assert 20 <= profile.cpu.memory_bandwidth_gb_s <= 600 and 0.05 <= profile.cpu.fp32_tflop_s <= 20
+    assert 1 <= profile.disk_read.gb_s[-1] <= 15 < profile.h2d.gb_s[-1] <= 64
+    assert 10e-3 < profile.d2h.ms(4) < 50e-3  # what the host waits for one number
+    assert profile.h2d.gb_s[-1] < profile.memory_bandwidth_gb_s / 2
 
 
 def test_the_curve_goes_through_its_points():
-    profile = read_profile(PAPERS_GPU)
-    for size, gb_s in zip(profile.h2d_bytes, profile.h2d_gb_s):
-        assert size / profile.h2d_ms(size) * 1e-6 == pytest.approx(gb_s)
-    middle = (profile.h2d_bytes[1] + profile.h2d_bytes[2]) / 2
-    ends = (profile.h2d_ms(profile.h2d_bytes[1]), profile.h2d_ms(profile.h2d_bytes[2]))
-    assert profile.h2d_ms(middle) == pytest.approx(sum(ends) / 2)
-    assert profile.h2d_ms(1) == pytest.approx(profile.h2d_ms(profile.h2d_bytes[0]))  # a copy has a least time
+    curve = read_profile(PAPERS_GPU).h2d
+    for size, gb_s in zip(curve.sizes_bytes, curve.gb_s):
+        assert size / curve.ms(size) * 1e-6 == pytest.approx(gb_s)
+    middle = (curve.sizes_bytes[1] + curve.sizes_bytes[2]) / 2
+    assert curve.ms(middle) == pytest.approx((curve.times_ms[1] + curve.times_ms[2]) / 2)
+    assert curve.ms(1) == curve.times_ms[0]  # a copy has a least time
+    assert curve.ms(3 * curve.sizes_bytes[-1]) == pytest.approx(3 * curve.times_ms[-1])
+    assert read_profile(PAPERS_GPU).h2d_ms(5_000_000) == curve.ms(5_000_000)
 
 
-def test_unknown_and_incomplete_profiles(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="no hardware profile 'b200': choose from .*a100-40gb-pcie4"):
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_reads_back(name, out):
+    profile = replace(read_profile(name), measured={("draft_step", 'a "model"', 1): 4.5, ("expert", "m", 9): 0.25})
+    write_profile(profile, own_profiles() / f"{name}.toml")
+    assert read_profile(name) == profile  # one's own file comes before the shipped one
+    assert list(own_profiles().iterdir()) == [own_profiles() / f"{name}.toml"]
+
+
+def test_a_rewritten_profile_is_read_again(out):
+    profile, file = read_profile(), own_profiles() / "mine.toml"
+    write_profile(replace(profile, launch_us=1.0), file)
+    assert read_profile("mine").launch_us == 1.0
+    write_profile(replace(profile, launch_us=22.5), file)
+    assert read_profile("mine").launch_us == 22.5
+    assert set(profile_names()) == {"mine", *NAMES}
+
+
+def test_unknown_and_unmeasured_machines(out):
+    with pytest.raises(UserError, match="no hardware profile 'b200': choose from .*a100-40gb-pcie4.*b200.toml"):
         read_profile("b200")
-    monkeypatch.setattr(hardware, "PROFILES", tmp_path)
-    (tmp_path / "half.toml").write_text('gpu = "G"\nlink = "L"\n[memory_gb]\nvalue = 1\nsource = "none at all"\n')
-    with pytest.raises(UserError, match="half.toml lacks 'memory_bandwidth_gb_s'"):
+    with pytest.raises(UserError, match="run `specter-lab doctor`"):
+        read_profile(THIS_MACHINE)
+
+
+def without(table):
+    """The shipped profile, every `table` or `[[table]]` cut out."""
+    kept, cut = [], False
+    for line in SHIPPED.splitlines():
+        cut = line.strip("[]") == table if line.startswith("[") else cut
+        kept += [] if cut else [line]
+    return "\n".join(kept)
+
+
+@pytest.mark.parametrize("table", [*NUMBERS, *CURVES, "cpu.fp32_tflop_s"])
+def test_what_is_missing_is_named_with_its_file(table, out):
+    own_profiles().mkdir(parents=True)
+    (own_profiles() / "half.toml").write_text(without(table))
+    with pytest.raises(UserError, match=rf"half\.toml lacks '{table}.*{PAPERS_GPU}\.toml shows"):
         read_profile("half")
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("value = 40", "value = -40", "'memory_gb' is -40"),
+        ("value = 40", 'value = "40"', "'memory_gb' is '40'"),
+        ("gb_s = 12.5", "gb_s = 0", "'h2d.gb_s' is 0"),
+        ("gb_s = 12.5", "", "lacks 'h2d.gb_s'"),
+        ("bytes = 1_048_576", "bytes = 262_144", "two points of 'h2d' at one size"),
+        ("value = 40", "value = ", "is not TOML"),
+        ("link = ", "links = ", "lacks 'link'"),
+        ("# Reads", '[[measured]]\noperation = "expert"\nmodel = "m"\nms = 1.0\n#', "lacks 'measured.tokens'"),
+    ],
+)
+def test_damaged_profiles(old, new, message, out):
+    own_profiles().mkdir(parents=True)
+    assert old in SHIPPED
+    (own_profiles() / "bad.toml").write_text(SHIPPED.replace(old, new, 1))
+    with pytest.raises(UserError, match=f"bad.toml.*{message}"):
+        read_profile("bad")
+
+
+def test_profiles_are_found_where_the_package_lies(monkeypatch, tmp_path, out):
+    monkeypatch.setattr(hardware, "PROFILES", tmp_path)
+    (tmp_path / "elsewhere.toml").write_text(SHIPPED)
+    assert read_profile("elsewhere").memory_gb == 40

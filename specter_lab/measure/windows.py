@@ -1,0 +1,194 @@
+"""Every window a request could draft: the record from which rounds of any depth can be replayed.
+
+A request's text x_0 .. x_N (x_0: the last prompt token) is written once by the target. Window n starts there at x_n:
+
+    input          x_n   d_1   d_2   ...  d_K      d_1 ... d_K: drafted from a throw-away copy of the prefix
+    draft routes    *     *     *    ...           K inputs: what can be prefetched
+    target routes   *     *     *    ...   *       K + 1 inputs: what verification needs
+    accepted_n     drafted tokens the target agrees with, 0..K
+
+A round of depth k <= K at position n is the first k steps of window n; it accepts a = min(accepted_n, k) tokens, and the
+next round starts at n + a + 1. Plain decoding needs what the target routes for the first input of every window. With a
+greedy text this replays greedy speculative decoding exactly (tested). With a sampled text, which does not repeat
+itself as small models do greedily, every window is still drafted and verified greedily.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Generator, Tensor
+from tqdm.auto import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from specter_lab.errors import UserError
+from specter_lab.measure.capture import ForwardRouting
+from specter_lab.measure.prefix import Prefix, read, write
+from specter_lab.measure.sampling import GREEDY, accepted_length
+from specter_lab.measure.speculate import check_length, check_pair, propose
+from specter_lab.measure.trace import index_dtype
+from specter_lab.models.adapters import adapter_for
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Windows:
+    """All windows of R requests: N positions each, K drafted tokens deep, L MoE layers, k experts per token and layer."""
+
+    num_experts: int
+    prompt: np.ndarray  # [R, P - 1, L, k] experts the target used for the prompt but its last token
+    draft: np.ndarray  # [R, N, K, L, k] experts the draft used
+    draft_weights: np.ndarray  # [R, N, K, L, k] float16, its routing weights
+    target: np.ndarray  # [R, N, K + 1, L, k] experts the target used
+    target_weights: np.ndarray  # [R, N, K + 1, L, k] float16
+    accepted: np.ndarray  # [R, N] 0..K
+    prompt_set: tuple[str, ...]  # [R] where each request comes from
+
+    @property
+    def requests(self) -> int:
+        return self.draft.shape[0]
+
+    @property
+    def positions(self) -> int:
+        return self.draft.shape[1]
+
+    @property
+    def depth(self) -> int:
+        return self.draft.shape[2]
+
+    @property
+    def layers(self) -> int:
+        return self.draft.shape[3]
+
+    @property
+    def top_k(self) -> int:
+        return self.draft.shape[4]
+
+    def of(self, chosen: np.ndarray) -> Windows:
+        """Some requests, given by row."""
+        arrays = {f.name: getattr(self, f.name) for f in fields(self)}
+        sets = tuple(self.prompt_set[i] for i in chosen)
+        kept = {name: value[chosen] for name, value in arrays.items() if isinstance(value, np.ndarray)}
+        return Windows(num_experts=self.num_experts, prompt_set=sets, **kept)
+
+
+def record_windows(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Tensor,
+    prompt_sets: Sequence[str],
+    *,
+    new_tokens: int,
+    max_depth: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    progress: bool = False,
+) -> Windows:
+    """Record the windows of `new_tokens` positions per request.
+
+    Args:
+        target: the full-precision model.
+        draft: the same model with quantised experts, or one with the same KV layout.
+        prompts: [R, P] token ids, P at least 2.
+        prompt_sets: [R] where each prompt comes from.
+        new_tokens: N, positions per request.
+        max_depth: K, drafted tokens per window.
+        temperature: of the text the target writes; windows are drafted and verified greedily. 0: greedy text.
+        seed: of the text; what a request draws depends on the requests beside it.
+
+    Raises:
+        UserError: vocabularies differ, prompt and windows exceed the context, or a model produced NaN.
+    """
+    check_pair(target, draft)
+    check_length(target, prompts, new_tokens + max_depth)
+    num_experts = adapter_for(target.config).num_experts(target.config)
+    generator = Generator(target.device).manual_seed(seed)
+    prompts = prompts.to(target.device)
+    with torch.inference_mode():
+        prefix = Prefix(DynamicCache(config=target.config), torch.zeros(len(prompts), dtype=torch.long))
+        _, prompt_routing = read(target, prefix, prompts[:, :-1])
+        steps = list(write(target, prefix, prompts[:, -1:], new_tokens, temperature, generator))
+        text = torch.cat([prompts[:, -1:], *(token for token, _, _ in steps[:-1])], dim=1)  # [R, N]
+        parts = [
+            _windows_of_request(target, draft, prefix, request, inputs, max_depth)
+            for request, inputs in enumerate(tqdm(text, desc="windows", disable=not progress))
+        ]
+    drafts, targets, accepted = zip(*parts)
+    dtype = index_dtype(num_experts)
+
+    def experts(routing: Sequence[ForwardRouting], per_window: int) -> np.ndarray:
+        stacked = torch.stack([r.indices for r in routing])  # [R, N * per_window, L, k]
+        return stacked.unflatten(1, (new_tokens, per_window)).cpu().numpy().astype(dtype)
+
+    def weights(routing: Sequence[ForwardRouting], per_window: int) -> np.ndarray:
+        stacked = torch.stack([r.weights for r in routing])
+        return stacked.unflatten(1, (new_tokens, per_window)).cpu().numpy().astype(np.float16)
+
+    return Windows(
+        num_experts=num_experts,
+        prompt=prompt_routing.indices.unflatten(0, (len(prompts), -1)).cpu().numpy().astype(dtype),
+        draft=experts(drafts, max_depth),
+        draft_weights=weights(drafts, max_depth),
+        target=experts(targets, max_depth + 1),
+        target_weights=weights(targets, max_depth + 1),
+        accepted=torch.stack(accepted).cpu().numpy(),
+        prompt_set=tuple(prompt_sets),
+    )
+
+
+def _windows_of_request(
+    target: PreTrainedModel, draft: PreTrainedModel, prefix: Prefix, request: int, inputs: Tensor, depth: int
+) -> tuple[ForwardRouting, ForwardRouting, Tensor]:
+    """Windows at every token of inputs [N], side by side: routing of draft and target, accepted tokens [N]."""
+    count = len(inputs)
+    verified = prefix.rows(torch.full((count,), request))
+    verified.forget(count - torch.arange(count))  # row n ends before x_n
+    window, _, draft_routing = propose(draft, copy.deepcopy(verified), inputs[:, None], depth, GREEDY, Generator())
+    logits, target_routing = read(target, verified, window)  # [N, K + 1, V]
+    return draft_routing, target_routing, accepted_length(window[:, 1:] == logits[:, :-1].argmax(dim=-1))
+
+
+def write_windows(windows: Windows, path: Path, *, model_digest: str) -> None:
+    """Store windows in one safetensors file, atomically; `model_digest` says whose they are."""
+    arrays = {f.name: getattr(windows, f.name) for f in fields(windows)}
+    header = {
+        "schema_version": str(SCHEMA_VERSION), "model_digest": model_digest, "num_experts": str(windows.num_experts),
+        "prompt_set": json.dumps(windows.prompt_set),
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(f".{os.getpid()}")
+    try:
+        save_file({n: np.ascontiguousarray(a) for n, a in arrays.items() if isinstance(a, np.ndarray)}, half, header)
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def read_windows(path: Path, *, model_digest: str | None = None) -> Windows:
+    """Windows from `write_windows`.
+
+    Raises:
+        UserError: not such a file, another schema version, or windows of another model than `model_digest` names.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header, arrays = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is not a readable windows file ({error}): delete it and record it again") from error
+    if header.get("schema_version") != str(SCHEMA_VERSION):
+        raise UserError(f"{path} has windows schema version {header.get('schema_version')}, this program reads "
+                        f"{SCHEMA_VERSION}: record it again")  # fmt: skip
+    if model_digest not in (None, header["model_digest"]):
+        raise UserError(f"{path} holds windows of another model ({header['model_digest'][:12]}, not "
+                        f"{model_digest[:12]}): record them for this one")  # fmt: skip
+    return Windows(int(header["num_experts"]), **arrays, prompt_set=tuple(json.loads(header["prompt_set"])))

@@ -1,0 +1,83 @@
+"""Fast mode: a plan after every drafted token, in layer order, without a barrier (DESIGN.md section 3).
+
+Wanted experts wait here and are handed out only as fast as the link drains them, so that a miss of an early layer never
+waits behind prefetches for a late one; what is left when drafting ends is fetched while earlier layers verify.
+An expert whose routing weight is below `CONFIDENCE` of its token's even share is left to the miss path: it is the one
+on which draft and target disagree most.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specter_lab.plan.compiled import compiled
+from specter_lab.plan.policy import Clock, Loads, Policy, Prefetcher, Scene
+from specter_lab.plan.residency import ABSENT, Slots
+
+CONFIDENCE = 0.25  # of 1 / k
+AHEAD_COPIES = 2  # copies on their way at once: enough to keep the link busy until the next answer
+UNSEEN = np.iinfo(np.int64).max
+
+
+class RollingPrefetch(Prefetcher):
+    """Every expert that some drafted token uses, in the order of drafting, as long as its layer has slots."""
+
+    def __init__(self, scene: Scene, confidence: float = CONFIDENCE) -> None:
+        self._scene, self._confidence = scene, confidence
+
+    def begin(self, slots: Slots, depth: int, clock: Clock) -> Loads:
+        self._slots = slots
+        self._wanted_at = np.full(slots.slot_of.shape, UNSEEN)  # [L, E] step at which an absent expert was asked for
+        self._room = slots.count.copy()  # [L] slots not yet promised to this round
+        return self._loads(0, clock, 0.0)
+
+    def drafted(self, step: int, experts: np.ndarray, weights: np.ndarray, clock: Clock) -> Loads:
+        want(self._slots, self._wanted_at, self._room, step, experts, weights, self._confidence)
+        return self._loads(0, clock, self._scene.costs.draft_step_ms)
+
+    def verifying(self, layer: int, token_experts: np.ndarray, clock: Clock) -> Loads:
+        return self._loads(layer + 1, clock, 0.0)
+
+    def _loads(self, first_layer: int, clock: Clock, until_next_ms: float) -> Loads:
+        """As many as the link can begin before it is asked again."""
+        behind_ms = max(0.0, clock.link_free_ms - clock.now_ms)
+        count = max(0, int((until_next_ms - behind_ms) / clock.copy_ms + AHEAD_COPIES))
+        return hand_out(self._wanted_at, first_layer, count)
+
+
+@compiled
+def want(
+    slots: Slots, wanted_at: np.ndarray, room: np.ndarray, step: int, experts: np.ndarray, weights: np.ndarray, confidence: float
+) -> None:  # fmt: skip
+    """Pin the experts [B, L, k] of a drafted token, and note the absent ones as wanted since `step`."""
+    batch, layers, top_k = experts.shape
+    for request in range(batch):
+        for layer in range(layers):
+            even_share = weights[request, layer].sum() / top_k
+            for place in range(top_k):
+                expert = experts[request, layer, place]
+                sure = weights[request, layer, place] >= confidence * even_share
+                if sure and not slots.pinned[layer, expert] and room[layer] > 0:
+                    slots.pinned[layer, expert] = True
+                    room[layer] -= 1
+                    if slots.slot_of[layer, expert] == ABSENT:
+                        wanted_at[layer, expert] = step
+
+
+@compiled
+def hand_out(wanted_at: np.ndarray, first_layer: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first `count` wanted experts from `first_layer` on, layer by layer, oldest first; they are wanted no more."""
+    layers, experts, found = np.empty(count, np.int64), np.empty(count, np.int64), 0
+    layer = first_layer
+    while found < count and layer < len(wanted_at):
+        expert = wanted_at[layer].argmin()
+        if wanted_at[layer, expert] == UNSEEN:
+            layer += 1
+            continue
+        wanted_at[layer, expert] = UNSEEN
+        layers[found], experts[found] = layer, expert
+        found += 1
+    return layers[:found], experts[:found]
+
+
+POLICY = Policy("specter-fast", "Specter, fast mode", "this project: rolling prefetch", prefetch=RollingPrefetch)

@@ -1,0 +1,244 @@
+"""One target pass over the layers, in virtual time: the hot loop of the simulator, compiled.
+
+In every layer attention and router come first; then the experts that are there compute while those that are not are copied,
+each computing when it arrives. Experts in use are never evicted: when every slot is taken by this layer, the next
+copy waits for the first expert that is done (Specter, sections PIO and SEE).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specter_lab.plan.compiled import compiled
+from specter_lab.plan.residency import ABSENT, NONE, Slots, release, release_all, reserve, use
+from specter_lab.plan.streams import (
+    ATTENTION,
+    COMPUTE,
+    CPU,
+    CPU_EXPERT,
+    EXPERT,
+    H2D,
+    MISS,
+    NOBODY,
+    PREFETCH,
+    RESIDENT,
+    ZERO_COPY,
+    Streams,
+    run,
+)
+
+# What happens to an expert that is not there.
+LOAD = 0  # copied into a slot, then computed
+CPU_IF_SOONER = 1  # computed by the host's cores when that ends before a copy would
+READ_THROUGH = 2  # read from host memory by the kernel itself; takes no slot
+DRAFT_WEIGHTS = 3  # computed with the draft's INT4 weights: changes the output
+MISS_NAMES = ("load", "CPU if sooner", "read through", "draft's weights")
+
+# Rows of `counts`.
+NEEDED, NEEDED_READY, NEEDED_IN_FLIGHT = 0, 1, 2  # distinct experts per layer and pass
+USES, USES_READY, USES_IN_FLIGHT = 3, 4, 5  # one token's use of one expert
+TOKEN_LAYERS, TOKEN_LAYERS_READY = 6, 7  # one token in one layer; all its experts ready
+COPIES, READ_THROUGH_MISSES, CPU_MISSES, DRAFT_WEIGHT_MISSES = 8, 9, 10, 11
+PREFETCHED, PREFETCHED_USED, PREFETCH_REFUSED = 12, 13, 14
+NUM_COUNTS = 15
+
+
+class PassCosts(NamedTuple):
+    """Times in ms for a pass of a certain number of tokens."""
+
+    layer_ms: float  # all of a layer but routed experts
+    read_ms: float  # one expert from GPU memory
+    flop_ms: float  # one token through one expert
+    launch_ms: float  # per expert, when experts are launched one by one
+    copy_ms: float  # one expert, host to GPU
+    read_through_ms: float  # one expert, read from host memory by a kernel
+    cpu_read_ms: float  # one expert from host memory to the host's cores
+    cpu_flop_ms: float  # one token through one expert there
+
+
+class Needs(NamedTuple):
+    """What a pass over T tokens needs of L layers; a layer's experts are rows first[l] .. first[l + 1]."""
+
+    first: np.ndarray  # [L + 1]
+    experts: np.ndarray  # [M] distinct, ascending within a layer
+    uses: np.ndarray  # [M] tokens that use each
+    weights: np.ndarray  # [M] sums of routing weights
+    token_experts: np.ndarray  # [L, T, k] experts of every token
+
+
+class Meter(NamedTuple):
+    """What is counted on the way."""
+
+    counts: np.ndarray  # [NUM_COUNTS] int64
+    stall_ms: np.ndarray  # [1] compute waited for an expert
+    fetched: np.ndarray  # [L, E] bool, prefetched since the round began
+
+
+@compiled
+def experts_ms(costs: PassCosts, experts: int, uses: int) -> float:
+    """Experts that lie in GPU memory, in one go."""
+    return max(experts * costs.read_ms, uses * costs.flop_ms, experts * costs.launch_ms)
+
+
+@compiled
+def prefetch(
+    slots: Slots, streams: Streams, meter: Meter, copy_ms: float, layers: np.ndarray, experts: np.ndarray
+) -> int:
+    """Begin copies of (layer, expert) pairs that are absent, in order; returns how many were begun.
+
+    One for which every slot of its layer is pinned is left out and counted.
+    """
+    asked, begun = streams.free_ms[COMPUTE], 0
+    for i in range(len(layers)):
+        layer, expert = layers[i], experts[i]
+        slot = reserve(slots, layer, expert)
+        if slot == NONE:
+            meter.counts[PREFETCH_REFUSED] += 1
+            continue
+        slots.ready_ms[layer, slot] = run(streams, H2D, copy_ms, asked, PREFETCH, layer, expert)
+        meter.fetched[layer, expert] = True
+        begun += 1
+    meter.counts[PREFETCHED] += begun
+    meter.counts[COPIES] += begun
+    return begun
+
+
+@compiled
+def serve(
+    slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, needs: Needs, miss: int, first: int, last: int, counted: bool
+) -> float:  # fmt: skip
+    """Layers `first` .. `last` - 1 of a target pass; returns the event of its end."""
+    for layer in range(first, last):
+        now = run(streams, COMPUTE, costs.layer_ms, 0.0, ATTENTION, layer, NOBODY)
+        if counted:
+            _count(slots, meter, needs, layer, now)
+        _experts(slots, streams, meter, costs, needs, miss, layer, now)
+    return streams.free_ms[COMPUTE]
+
+
+@compiled
+def _experts(
+    slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, needs: Needs, miss: int, layer: int, now: float
+) -> None:
+    release_all(slots, layer)  # what was planned for this layer has come, or is not needed
+    rows = range(needs.first[layer], needs.first[layer + 1])
+    in_use = np.empty(len(rows), np.int64)  # residents of this pass in the order they are done with
+    done_ms = np.empty(len(rows))
+    count, gone, ready_uses, absent, cpu_end = 0, 0, 0, 0, 0.0
+    for row in rows:
+        expert = needs.experts[row]
+        slot = slots.slot_of[layer, expert]
+        if slot == ABSENT:
+            absent += 1
+        else:
+            use(slots, layer, expert)
+            if slots.ready_ms[layer, slot] <= now:
+                in_use[count] = expert
+                count += 1
+                ready_uses += needs.uses[row]
+    if count:
+        done_ms[:count] = run(streams, COMPUTE, experts_ms(costs, count, ready_uses), 0.0, RESIDENT, layer, NOBODY)
+    if count + absent < len(rows):  # some are on their way: they arrive in the order they were asked for
+        while True:
+            row, arrival = -1, np.inf
+            for i in rows:
+                slot = slots.slot_of[layer, needs.experts[i]]
+                if (
+                    slot != ABSENT
+                    and now < slots.ready_ms[layer, slot] < arrival
+                    and not _among(in_use, count, needs.experts[i])
+                ):
+                    row, arrival = i, slots.ready_ms[layer, slot]
+            if row < 0:
+                break
+            in_use[count] = needs.experts[row]
+            done_ms[count] = _compute(streams, meter, costs, arrival, needs.uses[row], layer, in_use[count])
+            count += 1
+    if not absent:
+        return
+    for i in range(count):
+        slots.pinned[layer, in_use[i]] = True
+    for row in rows:
+        expert, uses = needs.experts[row], needs.uses[row]
+        if slots.slot_of[layer, expert] != ABSENT or _among(in_use, count, expert):
+            continue
+        kind = miss
+        if miss == CPU_IF_SOONER:
+            cpu_ms = max(costs.cpu_read_ms, uses * costs.cpu_flop_ms)
+            sooner = max(streams.free_ms[CPU], now) + cpu_ms < max(streams.free_ms[H2D], now) + costs.copy_ms
+            kind = CPU_IF_SOONER if sooner else LOAD
+        if kind == LOAD:
+            slot, after = reserve(slots, layer, expert), now
+            while slot == NONE:  # every slot is in use here: the first expert that is done gives up its own
+                release(slots, layer, in_use[gone])
+                after = max(after, done_ms[gone])
+                gone += 1
+                slot = reserve(slots, layer, expert)
+            meter.counts[COPIES] += 1
+            arrival = run(streams, H2D, costs.copy_ms, after, MISS, layer, expert)
+            slots.ready_ms[layer, slot] = arrival
+            slots.pinned[layer, expert] = True
+            in_use[count] = expert
+            done_ms[count] = _compute(streams, meter, costs, arrival, uses, layer, expert)
+            count += 1
+        elif kind == READ_THROUGH:
+            meter.counts[READ_THROUGH_MISSES] += 1
+            arrival = run(streams, H2D, costs.read_through_ms, now, ZERO_COPY, layer, expert)
+            _compute(streams, meter, costs, arrival, uses, layer, expert)
+        elif kind == CPU_IF_SOONER:
+            meter.counts[CPU_MISSES] += 1
+            cpu_end = run(streams, CPU, cpu_ms, now, CPU_EXPERT, layer, expert)
+        else:
+            meter.counts[DRAFT_WEIGHT_MISSES] += 1
+            run(streams, COMPUTE, experts_ms(costs, 1, uses) / 4, 0.0, EXPERT, layer, expert)
+    release_all(slots, layer)
+    meter.stall_ms[0] += max(0.0, cpu_end - streams.free_ms[COMPUTE])  # the layer's sum needs the CPU's part
+    streams.free_ms[COMPUTE] = max(streams.free_ms[COMPUTE], cpu_end)
+
+
+@compiled
+def _compute(
+    streams: Streams, meter: Meter, costs: PassCosts, arrival_ms: float, uses: int, layer: int, expert: int
+) -> float:
+    """Compute one expert once it is there; the wait is a stall."""
+    meter.stall_ms[0] += max(0.0, arrival_ms - streams.free_ms[COMPUTE])
+    return run(streams, COMPUTE, experts_ms(costs, 1, uses), arrival_ms, EXPERT, layer, expert)
+
+
+@compiled
+def _among(experts: np.ndarray, count: int, expert: int) -> bool:
+    for i in range(count):
+        if experts[i] == expert:
+            return True
+    return False
+
+
+@compiled
+def _count(slots: Slots, meter: Meter, needs: Needs, layer: int, now: float) -> None:
+    """Count hits by every definition, before anything of this layer moves."""
+    counts = meter.counts
+    for row in range(needs.first[layer], needs.first[layer + 1]):
+        expert, uses = needs.experts[row], needs.uses[row]
+        counts[NEEDED] += 1
+        counts[USES] += uses
+        if meter.fetched[layer, expert]:
+            counts[PREFETCHED_USED] += 1
+        slot = slots.slot_of[layer, expert]
+        if slot == ABSENT:
+            continue
+        if slots.ready_ms[layer, slot] <= now:
+            counts[NEEDED_READY] += 1
+            counts[USES_READY] += uses
+        else:
+            counts[NEEDED_IN_FLIGHT] += 1
+            counts[USES_IN_FLIGHT] += uses
+    tokens, top_k = needs.token_experts.shape[1:]
+    for token in range(tokens):
+        all_ready = True
+        for place in range(top_k):
+            slot = slots.slot_of[layer, needs.token_experts[layer, token, place]]
+            all_ready = all_ready and slot != ABSENT and slots.ready_ms[layer, slot] <= now
+        counts[TOKEN_LAYERS] += 1
+        counts[TOKEN_LAYERS_READY] += all_ready
