@@ -75,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print JSON instead of a report")
     command.set_defaults(function=_doctor)
 
+    command = commands.add_parser("widen", help="grow a small model to its original's full size, same function")
+    command.add_argument("model", metavar="MODEL", help="zoo name, or a checkpoint folder with an original's routing")
+    command.add_argument("out", metavar="FOLDER", help="where the wide checkpoint goes (28 GB for Qwen1.5-MoE's 24 layers)")
+    command.add_argument("--to", default=None, metavar="MODEL", help="the original (default: the zoo model's own)")
+    command.set_defaults(function=_widen)
+
     command = commands.add_parser("lab", help="execute a lab notebook headless")
     command.add_argument("id", help="lab-your-model, ...")
     command.add_argument("parameters", nargs="*", metavar="NAME=VALUE", help="of the notebook")
@@ -129,6 +135,12 @@ def _doctor(options: argparse.Namespace) -> int:
     report = examine(on_step=lambda text: print(f"{text} ...", file=sys.stderr))
     print(report.to_json() if options.json else report.to_text())
     return 0 if report.works else EXIT_MISSING
+
+
+def _widen(options: argparse.Namespace) -> None:
+    from specter_lab.models.widen import widen_named
+
+    widen_named(options.model, options.out, options.to)
 
 
 def _lab(options: argparse.Namespace) -> None:
