@@ -67,4 +67,4 @@ def at(distributions: Tensor, index: Tensor) -> Tensor:
 
 def with_nothing_after(q: Tensor) -> Tensor:
     """The draft's distributions [B, K, V] and zeros after them [B, K + 1, V]: it proposes nothing at the bonus."""
-    return torch.cat([q, torch.zeros_like(q[:, :1])], dim=1)
+    return torch.cat([q, q.new_zeros(len(q), 1, q.shape[-1])], dim=1)
