@@ -71,7 +71,8 @@ class Engine:
 
         Args:
             temperature: 0 is greedy; otherwise samples follow the target's distribution exactly.
-            depth: drafted tokens per round; None: chosen online.
+            depth: drafted tokens per round; None: chosen online, from measured times.
+            seed: of sampling; the same seed gives the same text at a fixed depth.
             stream: yield pieces (text, or lists of ids) as they are committed, and return nothing else.
 
         Raises:
@@ -86,6 +87,15 @@ class Engine:
             return self._text(pieces) if of_text else pieces
         new = [token for piece in pieces for token in piece]
         return self.tokenizer.decode(new) if of_text else torch.cat([ids.cpu(), torch.tensor(new)])[None]
+
+    def fill_slots(self) -> None:
+        """Fill every free slot now, experts in order, instead of as decoding needs them."""
+        for layer, count in enumerate(self.memory.slots.count.tolist()):
+            absent = np.flatnonzero(self.memory.slots.slot_of[layer] < 0)[
+                : count - int(self.memory.slots.filled[layer])
+            ]
+            self.memory.load((np.full(len(absent), layer), absent))
+        self.memory.settled()
 
     def _rounds(
         self, ids: Tensor, new_tokens: int, temperature: float, depth: int | None, seed: int
@@ -124,7 +134,7 @@ class Engine:
 
 
 def load(
-    model: str, *, draft: str = "int4", expert_budget: str | int, policy: str = "specter-fast", device: str | None = None,
+    model: str, *, draft: str = "int4", expert_budget: str | int, in_slots: bool = False, policy: str = "specter-fast", device: str | None = None,
     memory_budget: str | int = 2**62, widen_to: str | None = None,
 ) -> Engine:  # fmt: skip
     """Load a zoo model, checkpoint folder or hub id with its routed experts in host memory.
@@ -133,6 +143,7 @@ def load(
         model: zoo name, folder or hub id of an architecture in `engine.shape.ENGINE_ARCHITECTURES`.
         draft: "int4", or "none" for plain decoding.
         expert_budget: device memory for expert slots, in bytes or like "6GiB"; every layer gets at least one slot.
+        in_slots: `expert_budget` counts expert slots per layer instead.
         policy: id of an exact policy in `plan.policies`.
         device: default: the GPU if there is one.
         memory_budget: of everything the engine holds on the device.
@@ -152,7 +163,7 @@ def load(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     budget = Budget(in_bytes(memory_budget))
-    memory = new_expert_memory(shape, _slots(shape, in_bytes(expert_budget), dtype), budget, device=device, dtype=dtype,
+    memory = new_expert_memory(shape, _slots(shape, expert_budget, in_slots, dtype), budget, device=device, dtype=dtype,
                                order=chosen.order)  # fmt: skip
     decoder = read_decoder(config, tensors, lambda *where: fill(memory, *where), device=device, dtype=dtype)
     pool = DraftExperts(_int4_banks(memory, device) if draft == "int4" else ())
@@ -170,14 +181,13 @@ def _ops(device: str) -> Ops:
     return kernel_ops(device)
 
 
-def _slots(shape: Shape, budget_bytes: int, dtype: torch.dtype) -> np.ndarray:
+def _slots(shape: Shape, budget: str | int, in_slots: bool, dtype: torch.dtype) -> np.ndarray:
     """Equal slots per layer that the budget holds: [L]."""
-    per_layer = budget_bytes // (len(shape.moe_layers) * shape.expert_numel * dtype.itemsize)
+    one_each = len(shape.moe_layers) * shape.expert_numel * dtype.itemsize
+    per_layer = int(budget) if in_slots else in_bytes(budget) // one_each
     if per_layer < 1:
-        least = len(shape.moe_layers) * shape.expert_numel * dtype.itemsize
-        raise UserError(
-            f"an expert budget of {budget_bytes:,} bytes holds no expert in every layer: {least:,} is the least"
-        )
+        raise UserError(f"an expert budget of {budget} does not hold one expert in every layer: {one_each:,} bytes is "
+                        f"the least")  # fmt: skip
     return np.full(len(shape.moe_layers), min(per_layer, shape.num_experts))
 
 

@@ -1,12 +1,13 @@
 """Memory the engine holds, in bytes: one exactly sized pinned slab on the host, and a budget for everything on the device.
 
 PyTorch's pinned allocator rounds up to powers of two, so 84 GB of Phi's experts would ask for 128; here the slab is mapped at its
-size and registered with the driver, in pieces by several threads (a single one pins at about 1 GB/s).
+size and registered with the driver.
 """
 
 from __future__ import annotations
 
 import mmap
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from specter_lab.errors import UserError
 
-PIECE_BYTES = 2**30  # registered at once
-PIN_THREADS = 8
+PIECE_BYTES = 2**28  # touched by one thread at a time
+TOUCH_THREADS = 8
 HOST_REGISTER_FLAGS = 0
 
 
@@ -61,25 +62,24 @@ def host_slab(num_bytes: int, *, pinned: bool) -> Tensor:
     slab = torch.frombuffer(mapped, dtype=torch.uint8)
     if pinned:
         _pin(slab)
+        weakref.finalize(mapped, _unpin, slab.data_ptr())  # before its addresses can be given to another
     return slab
 
 
 def _pin(slab: Tensor) -> None:
-    driver, pieces = torch.cuda.cudart(), range(0, slab.nbytes, PIECE_BYTES)
+    """Register the slab with the driver, whole, so that one copy may cross it anywhere; its pages are touched first, by
+    several threads, because a registration that has to find them does so at about 1 GB/s."""
 
-    def register(start: int) -> int:
-        size = min(PIECE_BYTES, slab.nbytes - start)
-        slab[start : start + size : mmap.PAGESIZE].zero_()  # first touch here, so that pages are there to be pinned
-        return int(driver.cudaHostRegister(slab.data_ptr() + start, size, HOST_REGISTER_FLAGS))
+    def touch(start: int) -> None:
+        slab[start : start + PIECE_BYTES : mmap.PAGESIZE].zero_()
 
-    with ThreadPoolExecutor(PIN_THREADS) as pool:
-        codes = list(pool.map(register, pieces))
-    if any(codes):
-        granted = sum(code == 0 for code in codes) * PIECE_BYTES
-        for start, code in zip(pieces, codes):
-            if code == 0:
-                driver.cudaHostUnregister(slab.data_ptr() + start)
-        raise UserError(
-            f"the driver pinned {granted / 2**30:.0f} of {slab.nbytes / 2**30:.0f} GiB of host memory (error {max(codes)}): "
-            f"raise the limit of locked memory (ulimit -l), or use a machine with more"
-        )
+    with ThreadPoolExecutor(TOUCH_THREADS) as pool:
+        list(pool.map(touch, range(0, slab.nbytes, PIECE_BYTES)))
+    code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, HOST_REGISTER_FLAGS))
+    if code:
+        raise UserError(f"the driver did not pin {slab.nbytes / 2**30:.1f} GiB of host memory (error {code}): raise the limit "
+                        f"of locked memory (ulimit -l), or use a machine with more")  # fmt: skip
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

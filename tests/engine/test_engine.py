@@ -1,0 +1,148 @@
+"""The engine writes what transformers' model writes, wherever its experts lie and whatever is prefetched."""
+
+import numpy as np
+import pytest
+import torch
+
+from specter_lab.engine import api
+from specter_lab.engine.arena import Budget, host_slab
+from specter_lab.engine.decode import Meter, decode
+from specter_lab.engine.decoder import forward, new_kv_cache
+from specter_lab.engine.ops import TorchOps
+from specter_lab.engine.shape import shape_of
+from specter_lab.errors import UserError
+from specter_lab.models.load import load as load_reference
+from specter_lab.models.originals import ORIGINALS
+from specter_lab.plan.depth_control import FixedDepth
+from specter_lab.plan.policy import Prefetcher
+from specter_lab.plan.residency import ABSENT
+
+MODELS = ("qwen-nano", "phi-nano", "deepseek-nano")
+TEXT = "The old man walked along the river and then he said to his son"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def engine_of(model: str, slots: int, device: str = "cpu", **options) -> api.Engine:
+    engine = api.load(model, expert_budget=slots, in_slots=True, device=device, **options)
+    engine.memory.device.fill_(float("nan"))  # a slot that is read before it was filled spoils everything
+    return engine
+
+
+def ids_of(engine: api.Engine) -> torch.Tensor:
+    return torch.tensor(engine.tokenizer(TEXT)["input_ids"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_are_transformers(model):
+    source, engine = load_reference(model), engine_of(model, 2)
+    ids = torch.randint(3, 2048, (24,), generator=torch.Generator().manual_seed(0))
+    kv = new_kv_cache(engine.memory.shape, 32, engine.decoder.embedding)
+    with torch.inference_mode():
+        expected = source.model(ids[None]).logits[0]
+        first = forward(engine.decoder, ids[:10], torch.tensor([0]), kv, engine.target, TorchOps())
+        second = forward(engine.decoder, ids[10:], torch.tensor([10]), kv, engine.target, TorchOps(by_row=True))
+    found = torch.cat([first.logits, second.logits])
+    assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5, None])
+@pytest.mark.parametrize("model", MODELS)
+def test_greedy_text_is_transformers_generate(model, depth):
+    source, engine = load_reference(model), engine_of(model, 3)
+    ids = ids_of(engine)
+    expected = source.model.generate(ids[None], max_new_tokens=40, do_sample=False, eos_token_id=None)
+    assert torch.equal(engine.generate(ids, 40, depth=depth), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", MODELS)
+def test_offloaded_speculative_equals_resident_plain(model, device):
+    """Bitwise the same tokens on a GPU too, where passes of different widths use different grids."""
+    resident = engine_of(model, 64, device)
+    resident.fill_slots()
+    ids = ids_of(resident)
+    expected = resident.generate(ids, 64, depth=0)
+    for slots, depth in ((1, 8), (4, 3), (8, 16)):
+        assert torch.equal(engine_of(model, slots, device).generate(ids, 64, depth=depth), expected)
+
+
+class Wrong(Prefetcher):
+    """Asks for experts nobody named, twice as many as there are slots."""
+
+    def begin(self, slots, depth, clock):
+        self._slots, self._draw = slots, np.random.default_rng(depth)
+        return super().begin(slots, depth, clock)
+
+    def drafted(self, step, experts, weights, clock):
+        layers, found = np.nonzero(self._slots.slot_of == ABSENT)
+        chosen = self._draw.permutation(len(layers))[: 2 * int(self._slots.count.sum())]
+        fresh = np.unique(np.stack([layers[chosen], found[chosen]]), axis=1)
+        return fresh[0], fresh[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_wrong_prefetcher_changes_no_token(device):
+    engine = engine_of("qwen-nano", 2, device)
+    ids, expected = ids_of(engine), None
+    for prefetcher in (Prefetcher(), Wrong()):
+        session = engine._session_for(len(ids) + 48, 6, 0.0)
+        with torch.inference_mode():
+            rounds = decode(session, engine.memory, prefetcher, FixedDepth(6), ids.to(device), new_tokens=48,
+                            generator=torch.Generator(device), meter=Meter())  # fmt: skip
+            tokens = [token for piece in rounds for token in piece][:48]
+        expected = expected or tokens
+        assert tokens == expected
+
+
+def test_streamed_text_is_the_whole_text():
+    engine = engine_of("qwen-nano", 4)
+    pieces = list(engine.generate(TEXT, 32, stream=True))
+    assert len(pieces) > 1
+    assert "".join(pieces) == engine.generate(TEXT, 32)
+
+
+def test_samples_repeat_with_their_seed_only():
+    engine = engine_of("qwen-nano", 4)
+    texts = [engine.generate(TEXT, 32, temperature=1.0, depth=4, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_table_follows_the_slots():
+    engine = engine_of("qwen-nano", 2)
+    engine.generate(ids_of(engine), 24, depth=4)
+    memory, slots = engine.memory, engine.memory.slots
+    copied = 0
+    for layer in range(len(slots.count)):
+        for expert in range(memory.shape.num_experts):
+            address, slot = int(memory.table[layer, expert]), slots.slot_of[layer, expert]
+            place = memory.host[layer, expert] if slot == ABSENT else memory.device[memory.first_slot[layer] + slot]
+            assert address == place.data_ptr()
+            assert slot == ABSENT or torch.equal(place, memory.host[layer, expert])
+        copied += int(slots.generation[layer].sum())
+    assert memory.h2d_bytes == copied * memory.host[0, 0].nbytes == engine.stats.h2d_bytes
+
+
+def test_budgets_are_enforced_with_numbers():
+    with pytest.raises(UserError, match="holds? one expert in every layer|does not hold"):
+        api.load("qwen-nano", expert_budget="1KiB", device="cpu")
+    with pytest.raises(UserError, match="expert slots needs 0.02 GiB .* 0.00 are left|expert slots needs"):
+        api.load("qwen-nano", expert_budget="1GiB", memory_budget="1MiB", device="cpu")
+    budget = Budget(100)
+    budget.take("weights", 60, "less")
+    with pytest.raises(UserError, match="KV cache needs"):
+        budget.take("KV cache", 41, "ask for fewer tokens")
+    assert budget.left_bytes == 40
+    assert host_slab(5000, pinned=False).nbytes == 5000
+    assert [api.in_bytes(size) for size in (7, "7", "2KiB", "1.5 GB")] == [7, 7, 2048, 1_500_000_000]
+    with pytest.raises(UserError, match="'many' is no size"):
+        api.in_bytes("many")
+
+
+def test_what_the_engine_has_no_code_for():
+    with pytest.raises(UserError, match="the engine runs qwen2_moe, phimoe, deepseek_v2, not mixtral"):
+        shape_of(ORIGINALS["Mixtral-8x7B"])
+    with pytest.raises(UserError, match="changes the output"):
+        lossy = next(p for p in api.find_policy.__globals__["POLICIES"].values() if p.lossy)
+        api.load("qwen-nano", expert_budget="1MiB", policy=lossy.id, device="cpu")
+    with pytest.raises(UserError, match="at least 2 tokens"):
+        engine_of("qwen-nano", 2).generate(torch.tensor([5]), 4)
