@@ -1,6 +1,7 @@
 """What an offloading system decides, as data and small functions; simulator and engine ask the same ones.
 
-    draft      what writes the window: "int4" (the target with INT4 experts), "fewer" (the target with fewer experts), None
+    draft      what writes the window: "int4" (the target with INT4 experts), "fewer" (the target with fewer of its own experts,
+               read from the same slots), None
     depth      drafted tokens per round; None: the setting's K*
     slots      how the expert slots are divided over the layers
     order      who is evicted
@@ -22,7 +23,7 @@ import numpy as np
 from specter_lab.compress.int4 import int4_expert_bytes
 from specter_lab.models.geometry import BF16_BYTES
 from specter_lab.plan.residency import LRU, Slots
-from specter_lab.plan.serve import LOAD, Needs
+from specter_lab.plan.serve import LOAD, NOTHING_AHEAD, Ahead, Needs
 from specter_lab.plan.step_costs import StepCosts
 from specter_lab.plan.workload import Workload
 
@@ -83,6 +84,16 @@ class Prefetcher:
         """A target pass is at `layer`, whose tokens use these experts [T, k]; its own misses are already asked for."""
         return NO_LOADS
 
+    def ahead(self, needs: Needs) -> Ahead:
+        """The same for a whole pass at once, which simulates ten times as fast: what to copy when which layer is known.
+
+        `needs` is the pass that begins. A row with `known` l may depend on the layers up to l of it, and on no later one.
+        """
+        return NOTHING_AHEAD
+
+    def foresee(self, needs: Needs) -> None:
+        """What the round that begins will need at its end; only a bound may listen."""
+
     def observe_step(self, ms: float) -> None:
         """A draft step took `ms`."""
 
@@ -94,8 +105,14 @@ class Scores:
     """A victim order of its own: experts with small scores go first."""
 
     def update(self, requests: Sequence[int], needs: Needs) -> np.ndarray | None:
-        """Before a target pass of these requests: scores [L, E], or None to leave them. Only bounds may look at `needs`."""
+        """Before a target pass of these requests: scores [L, E], or None to leave them.
+
+        `needs` of this pass may only be looked at by bounds; by others once the next pass begins.
+        """
         return None
+
+    def foresee(self, requests: Sequence[int], new_tokens: int, batch: int) -> None:
+        """All that will be decoded, in order, before the first pass; only a bound may listen."""
 
 
 def equal_slots(scene: Scene) -> np.ndarray:
@@ -137,6 +154,7 @@ class Policy:
     verify_experts: Callable[[Scene], int] | None = None  # experts computed per layer at verification; None: all needed
     barrier: bool = False
     lossy: bool = False  # changes the output
+    shares_weights: bool = True  # a draft uses the target's own other weights and KV cache (`plan.budget`)
 
     def depth_in(self, scene: Scene) -> int:
         """Drafted tokens per round in this scene; 0 without a draft."""

@@ -8,7 +8,7 @@ nothing is ever written back.
 
 Victims come from the head of one linked list per layer, O(1) per decision. What differs between policies is where an expert
 is linked: LRU at the tail when it is used, FIFO at the tail when it comes, LFU and SCORED by a score (uses so far, or
-whatever the policy says). A pinned expert that reaches the head is set aside once, and goes back to the head when released.
+whatever the policy says). A pinned expert that reaches the head is set aside once, and goes back to the head (or where its score belongs) when released.
 """
 
 from __future__ import annotations
@@ -101,16 +101,21 @@ def use(slots: Slots, layer: int, expert: int) -> None:
 
 @compiled
 def release(slots: Slots, layer: int, expert: int) -> None:
-    """Drop the pin of an expert."""
+    """Drop the pin of an expert; one that was set aside is a victim again."""
     slots.pinned[layer, expert] = False
     if slots.aside[layer, expert]:
         _unlink(slots, layer, expert)
-        _link_after(slots, layer, expert, slots.slot_of.shape[1])
+        head = place = slots.slot_of.shape[1]
+        if slots.order == LFU or slots.order == SCORED:  # someone who came meanwhile may score less
+            following = slots.after[layer, place]
+            while following != head and slots.score[layer, following] < slots.score[layer, expert]:
+                place, following = following, slots.after[layer, following]
+        _link_after(slots, layer, expert, place)
 
 
 @compiled
 def release_all(slots: Slots, layer: int) -> None:
-    """Drop all pins of a layer; those set aside go back to the head, in their old order."""
+    """Drop all pins of a layer; those set aside go back where they were, in their old order."""
     num_experts = slots.slot_of.shape[1]
     slots.pinned[layer, :] = False
     while slots.before[layer, num_experts + 1] != num_experts + 1:

@@ -34,7 +34,8 @@ LOAD = 0  # copied into a slot, then computed
 CPU_IF_SOONER = 1  # computed by the host's cores when that ends before a copy would
 READ_THROUGH = 2  # read from host memory by the kernel itself; takes no slot
 DRAFT_WEIGHTS = 3  # computed with the draft's INT4 weights: changes the output
-MISS_NAMES = ("load", "CPU if sooner", "read through", "draft's weights")
+CPU_IF_SHORTER = 4  # computed by the host's cores when that takes less than a copy, whatever is queued
+MISS_NAMES = ("load", "CPU if sooner", "read through", "draft's weights", "CPU if shorter")
 
 # Rows of `counts`.
 NEEDED, NEEDED_READY, NEEDED_IN_FLIGHT = 0, 1, 2  # distinct experts per layer and pass
@@ -42,7 +43,13 @@ USES, USES_READY, USES_IN_FLIGHT = 3, 4, 5  # one token's use of one expert
 TOKEN_LAYERS, TOKEN_LAYERS_READY = 6, 7  # one token in one layer; all its experts ready
 COPIES, READ_THROUGH_MISSES, CPU_MISSES, DRAFT_WEIGHT_MISSES = 8, 9, 10, 11
 PREFETCHED, PREFETCHED_USED, PREFETCH_REFUSED = 12, 13, 14
-NUM_COUNTS = 15
+DROPPED = 15  # distinct experts per layer and pass that were needed and left out
+NUM_COUNTS = 16
+
+# Rows of `weights`: sums of routing weights.
+WEIGHT, WEIGHT_DROPPED, WEIGHT_IN_DRAFT_PRECISION = range(3)
+
+AHEAD_COPIES = 2  # copies on their way at once: enough to keep the link busy, few enough not to delay the next miss
 
 
 class PassCosts(NamedTuple):
@@ -68,12 +75,29 @@ class Needs(NamedTuple):
     token_experts: np.ndarray  # [L, T, k] experts of every token
 
 
+class Ahead(NamedTuple):
+    """Copies to begin while a pass runs, as fast as the link drains them; one whose layer has come is left out."""
+
+    known: np.ndarray  # [M] the layer whose routing tells that this one is wanted, ascending; -1: known before the pass
+    layers: np.ndarray  # [M]
+    experts: np.ndarray  # [M] a resident one is kept there
+
+
+NOTHING_AHEAD = Ahead(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+
+
 class Meter(NamedTuple):
     """What is counted on the way."""
 
     counts: np.ndarray  # [NUM_COUNTS] int64
+    weights: np.ndarray  # [3] float64
     stall_ms: np.ndarray  # [1] compute waited for an expert
     fetched: np.ndarray  # [L, E] bool, prefetched since the round began
+
+
+def new_meter(layers: int, num_experts: int) -> Meter:
+    """Nothing counted."""
+    return Meter(np.zeros(NUM_COUNTS, np.int64), np.zeros(3), np.zeros(1), np.zeros((layers, num_experts), np.bool_))
 
 
 @compiled
@@ -84,13 +108,13 @@ def experts_ms(costs: PassCosts, experts: int, uses: int) -> float:
 
 @compiled
 def prefetch(
-    slots: Slots, streams: Streams, meter: Meter, copy_ms: float, layers: np.ndarray, experts: np.ndarray
+    slots: Slots, streams: Streams, meter: Meter, copy_ms: float, asked: float, layers: np.ndarray, experts: np.ndarray
 ) -> int:
-    """Begin copies of (layer, expert) pairs that are absent, in order; returns how many were begun.
+    """Begin copies of (layer, expert) pairs that are absent, in order, `asked` for then; returns how many were begun.
 
     One for which every slot of its layer is pinned is left out and counted.
     """
-    asked, begun = streams.free_ms[COMPUTE], 0
+    begun = 0
     for i in range(len(layers)):
         layer, expert = layers[i], experts[i]
         slot = reserve(slots, layer, expert)
@@ -107,15 +131,38 @@ def prefetch(
 
 @compiled
 def serve(
-    slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, needs: Needs, miss: int, first: int, last: int, counted: bool
+    slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, needs: Needs, ahead: Ahead, miss: int, first: int, last: int,
+    counted: bool,
 ) -> float:  # fmt: skip
     """Layers `first` .. `last` - 1 of a target pass; returns the event of its end."""
+    row = 0
     for layer in range(first, last):
         now = run(streams, COMPUTE, costs.layer_ms, 0.0, ATTENTION, layer, NOBODY)
         if counted:
             _count(slots, meter, needs, layer, now)
         _experts(slots, streams, meter, costs, needs, miss, layer, now)
+        if row < len(ahead.known):
+            row = _copy_ahead(slots, streams, meter, costs, ahead, row, layer, now)
     return streams.free_ms[COMPUTE]
+
+
+@compiled
+def _copy_ahead(
+    slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, ahead: Ahead, row: int, layer: int, now: float
+) -> int:
+    """Begin what is wanted of later layers, behind the misses of `layer`; returns the first row that has to wait."""
+    while row < len(ahead.known) and ahead.known[row] <= layer:
+        if ahead.layers[row] > layer:
+            slot = slots.slot_of[ahead.layers[row], ahead.experts[row]]
+            if slot == ABSENT:
+                if streams.free_ms[H2D] - now > (AHEAD_COPIES - 1) * costs.copy_ms:
+                    break
+                prefetch(
+                    slots, streams, meter, costs.copy_ms, now, ahead.layers[row : row + 1], ahead.experts[row : row + 1]
+                )
+            slots.pinned[ahead.layers[row], ahead.experts[row]] = True
+        row += 1
+    return row
 
 
 @compiled
@@ -165,10 +212,11 @@ def _experts(
         if slots.slot_of[layer, expert] != ABSENT or _among(in_use, count, expert):
             continue
         kind = miss
-        if miss == CPU_IF_SOONER:
+        if miss == CPU_IF_SOONER or miss == CPU_IF_SHORTER:
             cpu_ms = max(costs.cpu_read_ms, uses * costs.cpu_flop_ms)
             sooner = max(streams.free_ms[CPU], now) + cpu_ms < max(streams.free_ms[H2D], now) + costs.copy_ms
-            kind = CPU_IF_SOONER if sooner else LOAD
+            better = sooner if miss == CPU_IF_SOONER else cpu_ms < costs.copy_ms
+            kind = CPU_IF_SOONER if better else LOAD
         if kind == LOAD:
             slot, after = reserve(slots, layer, expert), now
             while slot == NONE:  # every slot is in use here: the first expert that is done gives up its own
@@ -176,6 +224,7 @@ def _experts(
                 after = max(after, done_ms[gone])
                 gone += 1
                 slot = reserve(slots, layer, expert)
+            use(slots, layer, expert)
             meter.counts[COPIES] += 1
             arrival = run(streams, H2D, costs.copy_ms, after, MISS, layer, expert)
             slots.ready_ms[layer, slot] = arrival
@@ -192,7 +241,9 @@ def _experts(
             cpu_end = run(streams, CPU, cpu_ms, now, CPU_EXPERT, layer, expert)
         else:
             meter.counts[DRAFT_WEIGHT_MISSES] += 1
-            run(streams, COMPUTE, experts_ms(costs, 1, uses) / 4, 0.0, EXPERT, layer, expert)
+            meter.weights[WEIGHT_IN_DRAFT_PRECISION] += needs.weights[row]
+            int4_ms = max(costs.read_ms / 4, uses * costs.flop_ms, costs.launch_ms)
+            run(streams, COMPUTE, int4_ms, 0.0, EXPERT, layer, expert)
     release_all(slots, layer)
     meter.stall_ms[0] += max(0.0, cpu_end - streams.free_ms[COMPUTE])  # the layer's sum needs the CPU's part
     streams.free_ms[COMPUTE] = max(streams.free_ms[COMPUTE], cpu_end)
@@ -223,11 +274,12 @@ def _count(slots: Slots, meter: Meter, needs: Needs, layer: int, now: float) -> 
         expert, uses = needs.experts[row], needs.uses[row]
         counts[NEEDED] += 1
         counts[USES] += uses
-        if meter.fetched[layer, expert]:
-            counts[PREFETCHED_USED] += 1
+        meter.weights[WEIGHT] += needs.weights[row]
         slot = slots.slot_of[layer, expert]
         if slot == ABSENT:
             continue
+        if meter.fetched[layer, expert]:
+            counts[PREFETCHED_USED] += 1
         if slots.ready_ms[layer, slot] <= now:
             counts[NEEDED_READY] += 1
             counts[USES_READY] += uses

@@ -19,9 +19,10 @@ import numpy as np
 
 from specter_lab.errors import UserError
 from specter_lab.plan import serve as counted
+from specter_lab.plan.hits import Hits
 from specter_lab.plan.policy import Clock, Loads, Policy, Prefetcher, Scene, Scores
 from specter_lab.plan.residency import Slots, new_slots, rescore
-from specter_lab.plan.serve import NUM_COUNTS, Meter, Needs, prefetch, serve
+from specter_lab.plan.serve import LOAD, NOTHING_AHEAD, Meter, Needs, new_meter, prefetch, serve
 from specter_lab.plan.streams import COMPUTE, DENSE, DRAFT, H2D, NOBODY, Span, Streams, new_streams, run, spans
 from specter_lab.plan.workload import Round, Workload
 
@@ -34,33 +35,6 @@ class DepthControl(Protocol):
     def next_depth(self) -> int: ...
 
     def observe(self, depth: int, accepted: int, round_ms: float) -> None: ...
-
-
-@dataclass(frozen=True)
-class Hits:
-    """Counts behind every definition of a hit rate, over all target passes but prefills.
-
-    An expert is *ready* when its copy has ended before its layer asks, *in flight* when it is on its way then.
-    """
-
-    counts: np.ndarray  # [NUM_COUNTS], rows as named in `plan.serve`
-    draft_uses: int  # the draft's own uses of experts, all in GPU memory
-
-    def rates(self) -> dict[str, float]:
-        """Hit rate by definition; NaN where nothing was asked for."""
-        c = counted
-        needed, needed_ready, needed_coming = self.counts[[c.NEEDED, c.NEEDED_READY, c.NEEDED_IN_FLIGHT]].tolist()
-        uses, uses_ready, uses_coming = self.counts[[c.USES, c.USES_READY, c.USES_IN_FLIGHT]].tolist()
-        steps, steps_ready = self.counts[[c.TOKEN_LAYERS, c.TOKEN_LAYERS_READY]].tolist()
-        pairs = {
-            "distinct": (needed_ready, needed),
-            "distinct, in flight counted": (needed_ready + needed_coming, needed),
-            "token-weighted": (uses_ready, uses),
-            "token-weighted, in flight counted": (uses_ready + uses_coming, uses),
-            "token-step": (steps_ready, steps),
-            "token-weighted, draft counted": (uses_ready + self.draft_uses, uses + self.draft_uses),
-        }
-        return {name: found / total if total else float("nan") for name, (found, total) in pairs.items()}
 
 
 @dataclass(frozen=True)
@@ -91,8 +65,9 @@ class Simulation:
 
     @property
     def hidden_share(self) -> float:
-        """Share of the copies' time during which compute did not wait for them."""
-        return 1 - float(self.rounds.stall_ms.sum() / self.rounds.h2d_ms.sum())
+        """Share of the copies' time during which compute did not wait for them; NaN without copies."""
+        h2d_ms = self.rounds.h2d_ms.sum()
+        return 1 - float(self.rounds.stall_ms.sum() / h2d_ms) if h2d_ms else float("nan")
 
     def tpot_ms(self, new_tokens: int) -> dict[str, float]:
         """TPOT by definition, mean over requests; see `plan.depth` for "paper", "steady" and "decode"."""
@@ -119,20 +94,31 @@ class _Run:
     slots: Slots
     streams: Streams
     meter: Meter
+    draft_meter: Meter  # of a draft that reads the target's experts; stalls are counted together
     prefetcher: Prefetcher
     scores: Scores | None
     draft_uses: int = 0
 
-    def clock(self) -> Clock:
+    def clock(self, now_ms: float | None = None) -> Clock:
         free = self.streams.free_ms
-        return Clock(float(free[COMPUTE]), float(free[H2D]), self.scene.costs.copy_ms)
+        return Clock(float(free[COMPUTE] if now_ms is None else now_ms), float(free[H2D]), self.scene.costs.copy_ms)
 
-    def ask(self, loads: Loads) -> None:
-        """Begin the copies that the prefetcher wants."""
+    def ask(self, loads: Loads, clock: Clock) -> None:
+        """Begin the copies that the prefetcher wanted when it was asked."""
         if len(loads[0]):
             costs = self.scene.costs
-            begun = prefetch(self.slots, self.streams, self.meter, costs.copy_ms, *loads)
+            begun = prefetch(self.slots, self.streams, self.meter, costs.copy_ms, clock.now_ms, *loads)
             self.prefetcher.observe_copy(begun * costs.expert_bytes, begun * costs.copy_ms)
+
+    def copies(self) -> int:
+        """Experts that have crossed the link, or were read over it."""
+        ours = self.meter.counts
+        return ours[counted.COPIES] + ours[counted.READ_THROUGH_MISSES] + self.draft_meter.counts[counted.COPIES]
+
+    def hits(self) -> Hits:
+        uses, ready = self.draft_meter.counts[[counted.USES, counted.USES_READY]].tolist()
+        resident = self.draft_uses - uses  # of an INT4 draft
+        return Hits(self.meter.counts, self.meter.weights, self.draft_uses, resident + ready)
 
 
 def simulate(
@@ -156,19 +142,23 @@ def simulate(
         record: keep the spans of all streams.
 
     Raises:
-        UserError: a layer has no slot, or more tokens or depth are asked for than were recorded.
+        UserError: a layer has no slot, windows of another kind of draft, or more tokens or depth than were recorded.
     """
     if new_tokens > workload.windows.positions:
         raise UserError(f"{new_tokens} new tokens were asked for, the windows hold {workload.windows.positions}")
+    if policy.draft is not None and scene.costs.model.top_k > 1 and workload.fewer != (policy.draft == "fewer"):
+        raise UserError(f"policy '{policy.id}' drafts with {policy.draft!r}, the windows' draft used "
+                        f"{workload.windows.draft.shape[-1]} of {scene.costs.model.top_k} experts: record them with that draft")  # fmt: skip
     state = _begin(policy, scene, record)
     everyone = list(range(workload.requests)) if requests is None else list(requests)
+    if state.scores is not None:
+        state.scores.foresee(everyone, new_tokens, batch)
     commits: dict[int, list[tuple[float, int]]] = {request: [] for request in everyone}
     began, ttft, rounds = {}, {}, []
     for first in range(0, len(everyone), batch):
         active = everyone[first : first + batch]
         arrived = state.streams.free_ms[COMPUTE]
-        state.prefetcher.begin(state.slots, 0, state.clock())
-        began_ms = _target_pass(state, active, workload.prefill(active), counted=False)
+        began_ms = _prefill(state, active, workload.prefill(active))
         position = dict.fromkeys(active, 0)
         while active:
             depth = policy.depth_in(scene) if control is None else control.next_depth()
@@ -184,8 +174,7 @@ def simulate(
                 control.observe(depth, sum(now.accepted) // len(active), times[2] - times[0])
             active = [request for request in active if position[request] < new_tokens]
     columns = (np.array(column) for column in zip(*rounds))
-    hits = Hits(state.meter.counts, state.draft_uses)
-    return Simulation(policy.id, RoundTimes(*columns), commits, began, ttft, hits, spans(state.streams))
+    return Simulation(policy.id, RoundTimes(*columns), commits, began, ttft, state.hits(), spans(state.streams))
 
 
 def _begin(policy: Policy, scene: Scene, record: bool) -> _Run:
@@ -194,59 +183,90 @@ def _begin(policy: Policy, scene: Scene, record: bool) -> _Run:
         raise UserError(f"a budget of {scene.slots_per_layer} slots per layer leaves layer {int(count.argmin())} none: "
                         f"an expert has to be somewhere while it computes, so every layer needs 1")  # fmt: skip
     slots = new_slots(count, scene.num_experts, policy.order)
-    meter = Meter(np.zeros(NUM_COUNTS, np.int64), np.zeros(1), np.zeros(slots.slot_of.shape, np.bool_))
+    meter, other = new_meter(*slots.slot_of.shape), new_meter(*slots.slot_of.shape)
+    draft_meter = other._replace(stall_ms=meter.stall_ms, fetched=meter.fetched)
     scores = None if policy.scores is None else policy.scores(scene)
-    return _Run(policy, scene, slots, new_streams(LOG_ROWS if record else 0), meter, policy.prefetch(scene), scores)
+    streams = new_streams(LOG_ROWS if record else 0)
+    return _Run(policy, scene, slots, streams, meter, draft_meter, policy.prefetch(scene), scores)
+
+
+def _prefill(state: _Run, active: Sequence[int], needs: Needs) -> float:
+    """Read prompts; returns the event of its end. Its copies are copies, but no prefetches of a round."""
+    prefetched = state.meter.counts[counted.PREFETCHED]
+    clock = state.clock()
+    state.ask(state.prefetcher.begin(state.slots, 0, clock), clock)
+    end = _target_pass(state, active, needs, counted_pass=False)
+    state.meter.counts[counted.PREFETCHED] = prefetched
+    return end
 
 
 def _round(state: _Run, active: Sequence[int], now: Round) -> tuple[float, ...]:
     """Draft, prefetch, verify: a row of `RoundTimes`."""
     streams, meter, prefetcher, costs = state.streams, state.meter, state.prefetcher, state.scene.costs
-    start, stall_ms, h2d_ms = streams.free_ms[COMPUTE], meter.stall_ms[0], streams.busy_ms[H2D]
-    copies = meter.counts[counted.COPIES] + meter.counts[counted.READ_THROUGH_MISSES]
+    start, stall_ms, h2d_ms, copies = streams.free_ms[COMPUTE], meter.stall_ms[0], streams.busy_ms[H2D], state.copies()
     meter.fetched[:] = False
-    state.ask(prefetcher.begin(state.slots, now.depth, state.clock()))
+    prefetcher.foresee(now.needs)
+    clock = state.clock()
+    state.ask(prefetcher.begin(state.slots, now.depth, clock), clock)
     for step in range(now.depth):
-        run(streams, COMPUTE, costs.draft_step_ms, 0.0, DRAFT, NOBODY, NOBODY)
-        prefetcher.observe_step(costs.draft_step_ms)
-        state.ask(prefetcher.drafted(step + 1, now.drafted[step], now.drafted_weights[step], state.clock()))
-    state.ask(prefetcher.finish(state.clock()))
+        prefetcher.observe_step(_draft_step(state, now, step))
+        clock = state.clock()
+        state.ask(prefetcher.drafted(step + 1, now.drafted[step], now.drafted_weights[step], clock), clock)
+    clock = state.clock()
+    state.ask(prefetcher.finish(clock), clock)
     state.draft_uses += now.drafted.size
     drafted = streams.free_ms[COMPUTE]
     end = _target_pass(state, active, now.needs)
     tokens = sum(now.accepted) + len(now.accepted)
-    moved = meter.counts[counted.COPIES] + meter.counts[counted.READ_THROUGH_MISSES] - copies
+    moved_bytes = (state.copies() - copies) * costs.expert_bytes
     stall_ms, h2d_ms = meter.stall_ms[0] - stall_ms, streams.busy_ms[H2D] - h2d_ms
-    return start, drafted, end, now.depth, tokens, stall_ms, h2d_ms, moved * costs.expert_bytes
+    return start, drafted, end, now.depth, tokens, stall_ms, h2d_ms, moved_bytes
 
 
-def _target_pass(state: _Run, active: Sequence[int], needs: Needs, counted: bool = True) -> float:
+def _draft_step(state: _Run, now: Round, step: int) -> float:
+    """Draft one token per request; returns what that took. A draft of the target's own experts finds or loads them."""
+    streams, costs = state.streams, state.scene.costs
+    if now.draft_needs is None:
+        run(streams, COMPUTE, costs.draft_step_ms, 0.0, DRAFT, NOBODY, NOBODY)
+        return costs.draft_step_ms
+    start, model, of_pass = streams.free_ms[COMPUTE], costs.model, costs.of_pass(len(now.accepted))
+    run(streams, COMPUTE, (model.layers - model.moe_layers) * of_pass.layer_ms, 0.0, DENSE, NOBODY, NOBODY)
+    needs, layers = now.draft_needs[step], model.moe_layers
+    serve(state.slots, streams, state.draft_meter, of_pass, needs, NOTHING_AHEAD, LOAD, 0, layers, True)
+    return streams.free_ms[COMPUTE] - start
+
+
+def _target_pass(state: _Run, active: Sequence[int], needs: Needs, counted_pass: bool = True) -> float:
     """One pass of the target; returns the event of its end."""
     policy, streams, model = state.policy, state.streams, state.scene.costs.model
     tokens = needs.token_experts.shape[1]
     costs = state.scene.costs.of_pass(tokens)
-    if policy.verify_experts is not None and counted:
-        needs = heaviest(needs, policy.verify_experts(state.scene))
+    if policy.verify_experts is not None and counted_pass:
+        needs = _heaviest(needs, policy.verify_experts(state.scene), state.meter)
     if state.scores is not None and (score := state.scores.update(active, needs)) is not None:
         rescore(state.slots, score)
     if policy.barrier:
         state.meter.stall_ms[0] += max(0.0, streams.free_ms[H2D] - streams.free_ms[COMPUTE])
         streams.free_ms[COMPUTE] = max(streams.free_ms[COMPUTE], streams.free_ms[H2D])
     run(streams, COMPUTE, (model.layers - model.moe_layers) * costs.layer_ms, 0.0, DENSE, NOBODY, NOBODY)
-    arguments = (state.slots, streams, state.meter, costs, needs, policy.miss)
+    arguments = (state.slots, streams, state.meter, costs, needs, state.prefetcher.ahead(needs), policy.miss)
     if type(state.prefetcher).verifying is Prefetcher.verifying:
-        return serve(*arguments, 0, model.moe_layers, counted)
+        return serve(*arguments, 0, model.moe_layers, counted_pass)
     for layer in range(model.moe_layers):
-        serve(*arguments, layer, layer + 1, counted)
-        state.ask(state.prefetcher.verifying(layer, needs.token_experts[layer], state.clock()))
+        routed_ms = streams.free_ms[COMPUTE] + costs.layer_ms
+        serve(*arguments, layer, layer + 1, counted_pass)
+        clock = state.clock(routed_ms)
+        state.ask(state.prefetcher.verifying(layer, needs.token_experts[layer], clock), clock)
     return streams.free_ms[COMPUTE]
 
 
-def heaviest(needs: Needs, limit: int) -> Needs:
+def _heaviest(needs: Needs, limit: int, meter: Meter) -> Needs:
     """Only the `limit` experts of every layer with the largest summed routing weights; changes the output."""
     layer = np.repeat(np.arange(len(needs.first) - 1), np.diff(needs.first))
     order = np.lexsort((needs.experts, -needs.weights, layer))
     rank = np.arange(len(order)) - needs.first[layer[order]]
     kept = np.sort(order[rank < limit])
+    meter.counts[counted.DROPPED] += len(order) - len(kept)
+    meter.weights[counted.WEIGHT_DROPPED] += needs.weights.sum() - needs.weights[kept].sum()
     first = np.searchsorted(layer[kept], np.arange(len(needs.first)))
     return Needs(first, needs.experts[kept], needs.uses[kept], needs.weights[kept], needs.token_experts)

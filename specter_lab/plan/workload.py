@@ -26,6 +26,7 @@ class Round:
     drafted: np.ndarray  # [K, B, L, k] experts the draft uses
     drafted_weights: np.ndarray  # [K, B, L, k]
     needs: Needs
+    draft_needs: tuple[Needs, ...] | None  # [K] of the draft's steps, when it uses fewer of the target's own experts
 
 
 @dataclass
@@ -43,6 +44,15 @@ class Workload:
     @property
     def requests(self) -> int:
         return self.windows.requests
+
+    @property
+    def fewer(self) -> bool:
+        """Whether the draft used fewer experts per token than the target."""
+        return self.windows.draft.shape[-1] < self.windows.target.shape[-1]
+
+    def decoding(self) -> np.ndarray:
+        """Experts of every request's tokens one by one, as plain decoding uses them: [R, N, L, k]."""
+        return self.windows.target[:, :, 0, self._layer_map].astype(np.int64)
 
     def round(self, requests: Sequence[int], positions: Sequence[int], depth: int) -> Round:
         """The round of `depth` of some requests together, each at its own position.
@@ -72,14 +82,20 @@ class Workload:
             for array, kind in ((w.draft, np.int64), (w.draft_weights, np.float32))
         )  # [K, B, L, k]
         needs = self._needs(used.reshape(-1, *used.shape[2:]), weights.reshape(-1, *used.shape[2:]))
-        return Round(depth, tuple(accepted.tolist()), drafted, drafted_weights, needs)
+        of_draft = tuple(map(self._draft_needs, drafted, drafted_weights)) if self.fewer else None
+        return Round(depth, tuple(accepted.tolist()), drafted, drafted_weights, needs, of_draft)
+
+    def _draft_needs(self, drafted: np.ndarray, weights: np.ndarray) -> Needs:
+        layers = self.windows.layers
+        return self._needs(drafted[:, :layers], weights[:, :layers])
 
     def _needs(self, used: np.ndarray, weights: np.ndarray | None = None) -> Needs:
-        """Experts [T, Lz, k], and their routing weights, as needs of the simulated layers."""
+        """Experts [T, Lz, k], and their routing weights (0: not recorded), as needs of the simulated layers."""
         layers, num_experts = self.windows.layers, self.windows.num_experts
         flat = (used + np.arange(layers)[:, None] * num_experts).ravel()
         counts = np.bincount(flat, minlength=layers * num_experts).reshape(layers, num_experts)
-        sums = counts if weights is None else np.bincount(flat, weights.ravel(), counts.size).reshape(counts.shape)
+        weights = np.zeros(used.shape) if weights is None else weights
+        sums = np.bincount(flat, weights.ravel(), counts.size).reshape(counts.shape)
         layer, experts = counts[self._layer_map].nonzero()
         first = np.searchsorted(layer, np.arange(self.layers + 1))
         own = self._layer_map[layer]
@@ -93,7 +109,7 @@ def workload_for(windows: Windows, model: Anatomy) -> Workload:
     Raises:
         UserError: windows of a model with another number of experts or another top-k.
     """
-    ours, theirs = (windows.num_experts, windows.top_k), (model.num_experts, model.top_k)
+    ours, theirs = (windows.num_experts, windows.target.shape[-1]), (model.num_experts, model.top_k)
     if ours != theirs:
         raise UserError(f"the windows route over {ours[0]} experts, top-{ours[1]}; {model.name} has {theirs[0]}, "
                         f"top-{theirs[1]}: record windows of a model with its routing geometry")  # fmt: skip

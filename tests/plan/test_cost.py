@@ -9,7 +9,14 @@ from specter_lab.compress.int4 import int4_expert_bytes, quantize_bank
 from specter_lab.models.anatomy import anatomy_of
 from specter_lab.models.experts import ExpertBank
 from specter_lab.plan.cost import (
-    COLD_START, OPERATORS_PER_LAYER, draft_step_ms, launches_ms, round_cost, tpot_ms, verify_kernels_ms, verify_ms,
+    COLD_START,
+    OPERATORS_PER_LAYER,
+    draft_step_ms,
+    launches_ms,
+    round_cost,
+    tpot_ms,
+    verify_kernels_ms,
+    verify_ms,
 )  # fmt: skip
 from specter_lab.plan.hardware import read_profile
 
@@ -82,7 +89,12 @@ def test_more_work_never_costs_less():
 
 
 def test_impossible_rounds():
-    for wrong in ({"resident_experts": 16.0}, {"resident_experts": 21.0, "slots": 30}, {"resident_experts": -1.0}, {"depth": -1}):
+    for wrong in (
+        {"resident_experts": 16.0},
+        {"resident_experts": 21.0, "slots": 30},
+        {"resident_experts": -1.0},
+        {"depth": -1},
+    ):
         with pytest.raises(ValueError, match="slots"):
             cost(**wrong)
 

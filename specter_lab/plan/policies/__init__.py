@@ -1,4 +1,4 @@
-"""All policies, one file each. To add one, write a file that defines `POLICY` and name it in `MODULES`; docs in README."""
+"""All policies, one file each. To add one, write a file that defines `POLICY` and name it in `MODULES`; README.md has an example."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from specter_lab.errors import UserError
 from specter_lab.plan.policy import Policy
 
 # File names in this folder, in the order tables show them.
-MODULES = ("specter", "specter_fast", "specmoeoff", "sp_e", "sp_l", "lru", "lru_s")
+MODULES = (
+    "specter", "specter_fast", "specter_read", "specmoeoff", "sp_e", "sp_l", "lru", "lru_s", "fifo", "lfu", "adapmoe",
+    "moe_infinity", "promoe", "sp_moe", "ss_moe", "hybrimoe", "fiddler", "moe_spec", "moe_apex", "belady", "oracle",
+)  # fmt: skip
 
 POLICIES: dict[str, Policy] = {
     policy.id: policy for policy in (import_module(f"{__name__}.{name}").POLICY for name in MODULES)

@@ -9,5 +9,5 @@ from specter_lab.plan.policy import Policy, separate_slots
 
 POLICY = Policy(
     "specmoeoff", "SpecMoEOff, re-created", "Specter, artifact", depth=3, slots=separate_slots,
-    prefetch=partial(PrefetchAt, shares=(0.2, 0.6)), barrier=True,
+    prefetch=partial(PrefetchAt, shares=(0.2, 0.6)), barrier=True, shares_weights=False,
 )  # fmt: skip

@@ -13,9 +13,9 @@ import numpy as np
 from specter_lab.plan.compiled import compiled
 from specter_lab.plan.policy import Clock, Loads, Policy, Prefetcher, Scene
 from specter_lab.plan.residency import ABSENT, Slots
+from specter_lab.plan.serve import AHEAD_COPIES, Ahead, Needs
 
 CONFIDENCE = 0.25  # of 1 / k
-AHEAD_COPIES = 2  # copies on their way at once: enough to keep the link busy until the next answer
 UNSEEN = np.iinfo(np.int64).max
 
 
@@ -29,30 +29,34 @@ class RollingPrefetch(Prefetcher):
         self._slots = slots
         self._wanted_at = np.full(slots.slot_of.shape, UNSEEN)  # [L, E] step at which an absent expert was asked for
         self._room = slots.count.copy()  # [L] slots not yet promised to this round
-        return self._loads(0, clock, 0.0)
+        return self._loads(clock, 0.0)
 
     def drafted(self, step: int, experts: np.ndarray, weights: np.ndarray, clock: Clock) -> Loads:
         want(self._slots, self._wanted_at, self._room, step, experts, weights, self._confidence)
-        return self._loads(0, clock, self._scene.costs.draft_step_ms)
+        return self._loads(clock, self._scene.costs.draft_step_ms)
 
-    def verifying(self, layer: int, token_experts: np.ndarray, clock: Clock) -> Loads:
-        return self._loads(layer + 1, clock, 0.0)
+    def ahead(self, needs: Needs) -> Ahead:
+        layers, experts = hand_out(self._wanted_at, self._wanted_at.size)
+        return Ahead(np.full(len(layers), -1), layers, experts)
 
-    def _loads(self, first_layer: int, clock: Clock, until_next_ms: float) -> Loads:
+    def _loads(self, clock: Clock, until_next_ms: float) -> Loads:
         """As many as the link can begin before it is asked again."""
         behind_ms = max(0.0, clock.link_free_ms - clock.now_ms)
         count = max(0, int((until_next_ms - behind_ms) / clock.copy_ms + AHEAD_COPIES))
-        return hand_out(self._wanted_at, first_layer, count)
+        return hand_out(self._wanted_at, count)
 
 
 @compiled
 def want(
     slots: Slots, wanted_at: np.ndarray, room: np.ndarray, step: int, experts: np.ndarray, weights: np.ndarray, confidence: float
 ) -> None:  # fmt: skip
-    """Pin the experts [B, L, k] of a drafted token, and note the absent ones as wanted since `step`."""
-    batch, layers, top_k = experts.shape
+    """Pin the experts [B, L, k] of a drafted token, and note the absent ones as wanted since `step`.
+
+    Layers beyond those of `room` are left out.
+    """
+    batch, _, top_k = experts.shape
     for request in range(batch):
-        for layer in range(layers):
+        for layer in range(len(room)):
             even_share = weights[request, layer].sum() / top_k
             for place in range(top_k):
                 expert = experts[request, layer, place]
@@ -65,10 +69,9 @@ def want(
 
 
 @compiled
-def hand_out(wanted_at: np.ndarray, first_layer: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first `count` wanted experts from `first_layer` on, layer by layer, oldest first; they are wanted no more."""
-    layers, experts, found = np.empty(count, np.int64), np.empty(count, np.int64), 0
-    layer = first_layer
+def hand_out(wanted_at: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first `count` wanted experts, layer by layer, oldest first; they are wanted no more."""
+    layers, experts, found, layer = np.empty(count, np.int64), np.empty(count, np.int64), 0, 0
     while found < count and layer < len(wanted_at):
         expert = wanted_at[layer].argmin()
         if wanted_at[layer, expert] == UNSEEN:

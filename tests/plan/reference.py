@@ -1,0 +1,215 @@
+"""The simulator once more, with lists and dicts: slow, and meant to be obviously right. Same stream rules.
+
+Knows demand policies (LRU, FIFO, LFU; all kinds of misses), Specter's chunked prefetch with its barrier, and rolling prefetch.
+"""
+
+from collections import Counter
+from math import ceil, floor
+
+import numpy as np
+
+
+class Link:
+    """One layer's slots: what is there, since when, and who goes first."""
+
+    def __init__(self, count, order):
+        self.count, self.order = count, order
+        self.ready, self.came, self.linked, self.uses = {}, {}, {}, Counter()
+        self.pinned = set()
+
+    def victim(self):
+        key = {
+            "lru": lambda e: self.linked[e],
+            "fifo": lambda e: self.came[e],
+            "lfu": lambda e: (self.uses[e], self.linked[e]),
+        }[self.order]
+        return min((e for e in self.ready if e not in self.pinned), key=key, default=None)
+
+
+class Reference:
+    def __init__(self, windows, costs, *, slots, order="lru", miss="load", prefetch=None, barrier=False, depth=0):
+        self.w, self.costs, self.miss, self.prefetch, self.barrier, self.depth = (
+            windows,
+            costs,
+            miss,
+            prefetch,
+            barrier,
+            depth,
+        )
+        self.layers = [Link(slots, order) for _ in range(costs.model.moe_layers)]
+        self.free = {"compute": 0.0, "h2d": 0.0, "cpu": 0.0}
+        self.clock, self.copies, self.stall, self.hits, self.needed = 0, 0, 0.0, 0, 0
+        self.bandwidth, self.step_ms = 12.0, 1.0
+        self.pass_costs = costs.of_pass(1)
+
+    def run(self, stream, ms, after=0.0):
+        self.free[stream] = max(self.free[stream], after) + ms
+        return self.free[stream]
+
+    def tick(self):
+        self.clock += 1
+        return self.clock
+
+    def put(self, layer, expert, asked, ms):
+        """Copy an absent expert into a slot; returns its arrival, or None when everyone is pinned."""
+        link = self.layers[layer]
+        if len(link.ready) == link.count:
+            victim = link.victim()
+            if victim is None:
+                return None
+            del link.ready[victim]
+        link.came[expert] = link.linked[expert] = self.tick()
+        link.ready[expert] = self.run("h2d", ms, asked)
+        self.copies += 1
+        return link.ready[expert]
+
+    def touch(self, layer, expert):
+        self.layers[layer].uses[expert] += 1
+        self.layers[layer].linked[expert] = self.tick()
+
+    def compute(self, arrival, ms):
+        self.stall += max(0.0, arrival - self.free["compute"])
+        return self.run("compute", ms, arrival)
+
+    def layer(self, layer, used, counted):
+        """One MoE layer of a target pass; returns when its routing was known."""
+        c, link = self.pass_costs, self.layers[layer]
+        now = self.run("compute", c.layer_ms)
+        uses = Counter(np.ravel(used).tolist())
+        needed = sorted(uses)
+        if counted:
+            self.needed += len(needed)
+            self.hits += sum(link.ready.get(e, np.inf) <= now for e in needed)
+        link.pinned.clear()
+        absent = [e for e in needed if e not in link.ready]
+        for expert in needed:
+            if expert in link.ready:
+                self.touch(layer, expert)
+        present = [e for e in needed if e in link.ready]
+        ready = [e for e in present if link.ready[e] <= now]
+        done = []  # (expert, when its slot may be given up)
+        if ready:
+            end = self.run("compute", c.read_ms * len(ready))
+            done += [(e, end) for e in ready]
+        for expert in sorted((e for e in present if e not in ready), key=lambda e: link.ready[e]):
+            done.append((expert, self.compute(link.ready[expert], c.read_ms)))
+        link.pinned = {e for e, _ in done}
+        cpu_end = 0.0
+        for expert in absent:
+            sooner = max(self.free["cpu"], now) + c.cpu_read_ms < max(self.free["h2d"], now) + c.copy_ms
+            on_cpu = {"cpu if sooner": sooner, "cpu if shorter": c.cpu_read_ms < c.copy_ms}.get(self.miss, False)
+            if on_cpu:
+                cpu_end = self.run("cpu", c.cpu_read_ms, now)
+            elif self.miss == "read through":
+                self.compute(self.run("h2d", c.read_through_ms, now), c.read_ms)
+            elif self.miss == "int4":
+                self.run("compute", c.read_ms / 4)
+            else:
+                asked = now
+                while (arrival := self.put(layer, expert, asked, c.copy_ms)) is None:
+                    first, end = done.pop(0)
+                    link.pinned.discard(first)
+                    asked = max(asked, end)
+                self.touch(layer, expert)
+                link.pinned.add(expert)
+                done.append((expert, self.compute(arrival, c.read_ms)))
+        link.pinned.clear()
+        self.stall += max(0.0, cpu_end - self.free["compute"])
+        self.free["compute"] = max(self.free["compute"], cpu_end)
+        return now
+
+    def target_pass(self, used, counted=True):
+        """used: [T, L, k]"""
+        if self.barrier:
+            self.stall += max(0.0, self.free["h2d"] - self.free["compute"])
+            self.free["compute"] = max(self.free["compute"], self.free["h2d"])
+        for layer in range(len(self.layers)):
+            now = self.layer(layer, used[:, layer], counted)
+            if self.prefetch == "rolling":
+                self.hand_out_while_verifying(layer, now)
+        return self.free["compute"]
+
+    # Specter's chunks
+
+    def plan(self, counts):
+        loads = []
+        for layer, (link, of_layer) in enumerate(zip(self.layers, counts)):
+            top = sorted(of_layer, key=lambda e: (-of_layer[e], e))[: link.count]
+            link.pinned = set(top)
+            loads += [(layer, e) for e in top if e not in link.ready]
+        return loads
+
+    def copy(self, loads, asked):
+        begun = sum(self.put(layer, e, asked, self.costs.copy_ms) is not None for layer, e in loads)
+        if begun:
+            now = begun * self.costs.expert_bytes / (begun * self.costs.copy_ms) * 1e-6
+            self.bandwidth = 0.75 * self.bandwidth + 0.25 * now
+
+    def draft_in_chunks(self, drafted):
+        counts = [Counter() for _ in self.layers]
+        following, done = max(1, floor(0.2 * self.depth)), self.depth == 0
+        for step, token in enumerate(drafted, 1):
+            self.run("compute", self.costs.draft_step_ms)
+            self.step_ms = 0.75 * self.step_ms + 0.25 * self.costs.draft_step_ms
+            for of_layer, experts in zip(counts, token):
+                of_layer.update(experts.tolist())
+            if not done and following <= step < self.depth:
+                loads = self.plan(counts)
+                size = len(loads) * self.costs.expert_bytes
+                following = step + max(1, ceil(size / self.bandwidth * 1e-6 / self.step_ms))
+                done = all(len(of_layer) >= link.count for of_layer, link in zip(counts, self.layers))
+                self.copy(loads, self.free["compute"])
+        if not done:
+            self.copy(self.plan(counts), self.free["compute"])
+
+    # Rolling prefetch
+
+    def draft_rolling(self, drafted, weights):
+        self.wanted, room = [], [link.count for link in self.layers]
+        for step, (token, of_token) in enumerate(zip(drafted, weights), 1):
+            self.run("compute", self.costs.draft_step_ms)
+            for layer, (experts, shares) in enumerate(zip(token.tolist(), of_token)):
+                for expert, share in zip(experts, shares):
+                    pinned = self.layers[layer].pinned
+                    if share >= 0.25 * (shares.sum() / len(shares)) and expert not in pinned and room[layer]:
+                        pinned.add(expert)
+                        room[layer] -= 1
+                        if expert not in self.layers[layer].ready:
+                            self.wanted.append((layer, step, expert))
+            now = self.free["compute"]
+            behind = max(0.0, self.free["h2d"] - now)
+            count = max(0, int((self.costs.draft_step_ms - behind) / self.costs.copy_ms + 2))
+            self.wanted.sort()
+            for layer, _, expert in self.wanted[:count]:
+                self.put(layer, expert, now, self.costs.copy_ms)
+            self.wanted = self.wanted[count:]
+
+    def hand_out_while_verifying(self, layer, now):
+        self.wanted = [row for row in self.wanted if row[0] > layer]
+        while self.wanted and self.free["h2d"] - now <= self.costs.copy_ms:
+            at, _, expert = self.wanted.pop(0)
+            self.put(at, expert, now, self.costs.copy_ms)
+
+    def simulate(self, requests, new_tokens):
+        """Rows (start, draft ended, end, stall, copies) of every round."""
+        rows = []
+        for request in requests:
+            self.wanted = []
+            self.target_pass(self.w.prompt[request], counted=False)
+            position = 0
+            while position < new_tokens:
+                start, stall, copies = self.free["compute"], self.stall, self.copies
+                drafted = self.w.draft[request, position, : self.depth]
+                weights = self.w.draft_weights[request, position, : self.depth].astype(np.float32)
+                if self.prefetch == "chunks":
+                    self.draft_in_chunks(drafted)
+                elif self.prefetch == "rolling":
+                    self.draft_rolling(drafted, weights)
+                else:
+                    for _ in drafted:
+                        self.run("compute", self.costs.draft_step_ms)
+                ended = self.free["compute"]
+                end = self.target_pass(self.w.target[request, position, : self.depth + 1])
+                rows.append((start, ended, end, self.stall - stall, self.copies - copies))
+                position += min(int(self.w.accepted[request, position]), self.depth) + 1
+        return np.array(rows)

@@ -1,0 +1,285 @@
+"""The simulator: schedules computed by hand, a plain reference, conservation laws, determinism, bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specter_lab.errors import UserError
+from specter_lab.paths import ROOT
+from specter_lab.plan import serve
+from specter_lab.plan.policies import POLICIES, find_policy
+from specter_lab.plan.policies.specter import ChunkedPrefetch
+from specter_lab.plan.policies.specter_fast import RollingPrefetch
+from specter_lab.plan.policy import Policy, Prefetcher
+from specter_lab.plan.residency import FIFO, LFU, LRU
+from specter_lab.plan.simulate import simulate
+from tests.plan.made import scene_of, windows_of
+from tests.plan.reference import Reference
+
+DEMAND = Policy("demand", "", "", draft=None)
+ORDERS = {"lru": LRU, "fifo": FIFO, "lfu": LFU}
+MISSES = {
+    "load": serve.LOAD, "cpu if sooner": serve.CPU_IF_SOONER, "read through": serve.READ_THROUGH,
+    "int4": serve.DRAFT_WEIGHTS, "cpu if shorter": serve.CPU_IF_SHORTER,
+}  # fmt: skip
+PREFETCH = {"chunks": ChunkedPrefetch, "rolling": RollingPrefetch}
+
+
+def one_request(draft, target, *, experts=4, accepted=0, prompt=None):
+    """Windows of one request with one position; draft [K][L][k], target [K + 1][L][k]."""
+    draft, target = np.array(draft, np.uint8), np.array(target, np.uint8)
+    depth, (layers, top_k) = len(target) - 1, target.shape[1:]
+    made = windows_of(requests=1, positions=1, depth=depth, layers=layers, experts=experts, top_k=top_k, prompt=2)
+    used = target[0] if prompt is None else np.array(prompt, np.uint8)
+    drafted = draft[None, None] if depth else made.draft
+    return replace(
+        made, draft=drafted, draft_weights=np.full(drafted.shape, 0.5, np.float16), target=target[None, None],
+        prompt=used[None, None], accepted=np.full((1, 1), accepted),
+    )  # fmt: skip
+
+
+def of_work(simulation, *names):
+    """(work, layer, expert, start, end) of the spans with these names."""
+    return [(s.work, s.layer, s.expert, s.start_ms, s.end_ms) for s in simulation.spans if s.work in names]
+
+
+def test_by_hand_a_miss_waits_for_its_copy():
+    """One layer, prompt uses expert 0; the token uses 0 (there) and 1 (not there)."""
+    workload, scene = scene_of(one_request([], [[[0, 1]]], prompt=[[0, 0]]), slots=2)
+    found = simulate(workload, DEMAND, scene, new_tokens=1, record=True)
+    # prefill: attention 0-1, copy 1-11, expert 11-13. Token: attention 13-14, residents 14-16, copy 14-24, expert 24-26.
+    assert of_work(found, "attention", "resident experts", "expert", "miss") == [
+        ("attention", 0, -1, 0, 1), ("miss", 0, 0, 1, 11), ("expert", 0, 0, 11, 13), ("attention", 0, -1, 13, 14),
+        ("resident experts", 0, -1, 14, 16), ("miss", 0, 1, 14, 24), ("expert", 0, 1, 24, 26),
+    ]  # fmt: skip
+    assert (found.rounds.start_ms[0], found.rounds.end_ms[0], found.rounds.stall_ms[0]) == (13, 26, 8)
+    assert found.rounds.h2d_bytes[0] == scene.costs.expert_bytes and found.hits.rates()["distinct"] == 0.5
+
+
+def test_by_hand_one_slot_for_two_experts():
+    """The second expert's copy waits until the first has been computed: its slot is in use."""
+    workload, scene = scene_of(one_request([], [[[1, 2]]], prompt=[[0, 0]]), slots=1)
+    found = simulate(workload, DEMAND, scene, new_tokens=1, record=True)
+    # token: attention 13-14, copy of 1 14-24, compute 24-26, only then copy of 2 26-36, compute 36-38.
+    assert of_work(found, "miss", "expert")[2:] == [
+        ("miss", 0, 1, 14, 24), ("expert", 0, 1, 24, 26), ("miss", 0, 2, 26, 36), ("expert", 0, 2, 36, 38),
+    ]  # fmt: skip
+    assert found.rounds.stall_ms[0] == 20
+
+
+def test_by_hand_a_prefetch_behind_the_draft_and_a_barrier():
+    """Two drafted tokens of 4 ms; the plan after the first copies expert 1 (10 ms): the barrier waits for 6 of them."""
+    windows = one_request([[[0, 1]], [[0, 1]]], [[[0, 1]]] * 3, prompt=[[0, 0]], accepted=2)
+    workload, scene = scene_of(windows, slots=2)
+    found = simulate(workload, find_policy("specter"), scene, new_tokens=1, record=True)
+    # prefill ends at 13; draft 13-17, 17-21; copy 17-27; barrier; attention 27-28; both experts 28-32.
+    assert of_work(found, "draft step", "prefetch")[0:] == [
+        ("draft step", -1, -1, 13, 17), ("prefetch", 0, 1, 17, 27), ("draft step", -1, -1, 17, 21),
+    ]  # fmt: skip
+    assert (found.rounds.end_ms[0], found.rounds.stall_ms[0]) == (32, 6)
+    assert found.hidden_share == pytest.approx(0.4) and found.hits.rates()["distinct"] == 1
+    assert found.hits.counts[serve.PREFETCHED_USED] == 1
+
+
+def test_by_hand_without_a_barrier_attention_hides_the_copy():
+    windows = one_request([[[0, 1]], [[0, 1]]], [[[0, 1]]] * 3, prompt=[[0, 0]], accepted=2)
+    workload, scene = scene_of(windows, slots=2)
+    found = simulate(workload, find_policy("specter-fast"), scene, new_tokens=1, record=True)
+    # copy 17-27; attention 21-22; resident expert 22-24; the one in flight waits until 27, 27-29.
+    assert of_work(found, "prefetch") == [("prefetch", 0, 1, 17, 27)]
+    assert (found.rounds.end_ms[0], found.rounds.stall_ms[0]) == (29, 3)
+    assert found.hits.counts[serve.NEEDED_IN_FLIGHT] == 1
+
+
+def test_by_hand_a_fewer_expert_draft_waits_for_its_own_misses():
+    """The draft uses expert 1 alone: missing at its first step, there at the second and for the verification."""
+    windows = one_request([[[1]], [[1]]], [[[1, 1]]] * 3, prompt=[[0, 0]], accepted=2)
+    workload, scene = scene_of(windows, slots=1)
+    found = simulate(workload, find_policy("ss-moe"), scene, new_tokens=1, record=True)
+    # prefill ends at 13; step 1: attention 13-14, copy 14-24, expert 24-26; step 2: 26-27, 27-29; target: 29-30, 30-32.
+    assert (found.rounds.drafted_ms[0], found.rounds.end_ms[0], found.rounds.stall_ms[0]) == (29, 32, 10)
+    assert found.rounds.h2d_bytes[0] == scene.costs.expert_bytes
+    assert (found.hits.draft_uses, found.hits.draft_uses_ready) == (2, 1)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10_000), slots=st.integers(1, 7), order=st.sampled_from(sorted(ORDERS)),
+    miss=st.sampled_from(sorted(MISSES)), prefetch=st.sampled_from([None, *PREFETCH]), barrier=st.booleans(),
+    depth=st.integers(0, 4), copy_ms=st.sampled_from([0.5, 3.0, 10.0]), layers=st.integers(1, 4),
+)  # fmt: skip
+def test_equals_the_reference(seed, slots, order, miss, prefetch, barrier, depth, copy_ms, layers):
+    windows = windows_of(seed, requests=2, positions=6, depth=4, layers=layers)
+    workload, scene = scene_of(windows, slots, depth=depth, copy_ms=copy_ms)
+    policy = replace(DEMAND, draft="int4", order=ORDERS[order], miss=MISSES[miss], barrier=barrier)
+    policy = replace(policy, prefetch=PREFETCH[prefetch]) if prefetch else policy
+    found = simulate(workload, policy, scene, new_tokens=6)
+    plain = Reference(
+        windows, scene.costs, slots=slots, order=order, miss=miss, prefetch=prefetch, barrier=barrier, depth=depth
+    )
+    rows = plain.simulate([0, 1], 6)
+    rounds, counts = found.rounds, found.hits.counts
+    times = np.stack([rounds.start_ms, rounds.drafted_ms, rounds.end_ms, rounds.stall_ms], axis=1)
+    np.testing.assert_allclose(times, rows[:, :4], rtol=1e-9)
+    if miss != "read through":
+        np.testing.assert_array_equal(rounds.h2d_bytes, rows[:, 4] * scene.costs.expert_bytes)
+    assert (counts[serve.NEEDED], counts[serve.NEEDED_READY]) == (plain.needed, plain.hits)
+    assert counts[serve.COPIES] == plain.copies
+
+
+def windows_for(policy, seed=0, **shape):
+    return windows_of(seed, fewer=policy.draft == "fewer", **shape)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.id)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_conservation(policy, batch):
+    """Bytes are copies, time runs forward, streams do one thing at a time, slots stay within the budget."""
+    workload, scene = scene_of(windows_for(policy, requests=4, positions=10), slots=3)
+    found = simulate(workload, policy, scene, new_tokens=10, batch=batch, record=True)
+    counts, rounds = found.hits.counts, found.rounds
+    copied = [s for s in found.spans if s.work in ("prefetch", "miss", "zero-copy")]
+    in_prefills = sum(s.start_ms < found.began_ms[0] for s in copied)  # one batch begins while nothing is copied ahead
+    if batch == len(found.commits):
+        assert rounds.h2d_bytes.sum() == (len(copied) - in_prefills) * scene.costs.expert_bytes
+    if policy.draft != "fewer":
+        assert counts[serve.COPIES] + counts[serve.READ_THROUGH_MISSES] == len(copied)
+    assert (rounds.start_ms <= rounds.drafted_ms).all() and (rounds.drafted_ms < rounds.end_ms).all()
+    assert (rounds.start_ms[1:] >= rounds.end_ms[:-1]).all()
+    for stream in {s.stream for s in found.spans}:
+        of_stream = [s for s in found.spans if s.stream == stream]
+        assert all(a.end_ms <= b.start_ms + 1e-9 for a, b in zip(of_stream, of_stream[1:]))
+    assert counts[serve.NEEDED] >= counts[serve.NEEDED_READY] + counts[serve.NEEDED_IN_FLIGHT]
+    assert counts[serve.USES] >= counts[serve.USES_READY] + counts[serve.USES_IN_FLIGHT]
+    assert all(0 <= rate <= 1 for rate in found.hits.rates().values() if rate == rate)
+    assert all(sum(tokens for _, tokens in commits) >= 10 for commits in found.commits.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.id)
+def test_the_same_twice(policy):
+    workload, scene = scene_of(windows_for(policy), slots=3)
+    first, second = (simulate(workload, policy, scene, new_tokens=12, record=True) for _ in range(2))
+    assert first.spans == second.spans and (first.hits.counts == second.hits.counts).all()
+
+
+def test_compiled_and_plain_python_agree(tmp_path):
+    """The same simulations in a process where nothing is compiled."""
+    script = (
+        "import json, sys\n"
+        "from specter_lab.plan.policies import POLICIES\n"
+        "from specter_lab.plan.simulate import simulate\n"
+        "from tests.plan.made import scene_of, windows_of\n"
+        "rows = {}\n"
+        "for p in POLICIES.values():\n"
+        "    workload, scene = scene_of(windows_of(fewer=p.draft == 'fewer', requests=2, positions=6), slots=3)\n"
+        "    s = simulate(workload, p, scene, new_tokens=6)\n"
+        "    rows[p.id] = [s.rounds.end_ms.tolist(), s.rounds.stall_ms.tolist(), s.hits.counts.tolist()]\n"
+        "json.dump(rows, sys.stdout)\n"
+    )
+
+    def rows(**environment):
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    plain, compiled = rows(NUMBA_DISABLE_JIT="1"), rows()
+    assert plain.keys() == compiled.keys() == POLICIES.keys()
+    for name, (ends, stalls, counts) in plain.items():
+        assert counts == compiled[name][2], name
+        np.testing.assert_allclose(ends, compiled[name][0], rtol=1e-12, err_msg=name)
+        np.testing.assert_allclose(stalls, compiled[name][1], rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+def test_asking_layer_by_layer_is_the_same_as_all_at_once():
+    """`verifying` and `ahead` are two ways to say one thing: everything that the next layer will use."""
+
+    class Slow(Prefetcher):
+        def __init__(self, scene):
+            pass
+
+        def begin(self, slots, depth, clock):
+            self.slots = slots
+            return super().begin(slots, depth, clock)
+
+        def foresee(self, needs):
+            self.needs = needs
+
+        def verifying(self, layer, token_experts, clock):
+            if layer + 1 == len(self.slots.count) or not hasattr(self, "needs"):
+                return super().verifying(layer, token_experts, clock)
+            rows = slice(self.needs.first[layer + 1], self.needs.first[layer + 2])
+            experts = self.needs.experts[rows]
+            self.slots.pinned[layer + 1, experts] = True
+            experts = experts[self.slots.slot_of[layer + 1, experts] < 0]
+            behind = max(0.0, clock.link_free_ms - clock.now_ms)
+            experts = experts[: max(0, int(2 - behind / clock.copy_ms))]
+            return np.full(len(experts), layer + 1), experts
+
+    class Fast(Slow):
+        verifying = Prefetcher.verifying
+
+        def ahead(self, needs):
+            if not hasattr(self, "needs"):
+                return super().ahead(needs)
+            layers = np.repeat(np.arange(len(needs.first) - 1), np.diff(needs.first))
+            later = layers > 0
+            return serve.Ahead(layers[later] - 1, layers[later], needs.experts[later])
+
+    workload, scene = scene_of(windows_of(layers=4), slots=5, copy_ms=2.0)
+    slow, fast = (
+        simulate(workload, replace(DEMAND, prefetch=kind), scene, new_tokens=12, requests=[0]) for kind in (Slow, Fast)
+    )
+    np.testing.assert_allclose(slow.rounds.end_ms, fast.rounds.end_ms)
+    assert (slow.hits.counts == fast.hits.counts).all() and slow.hits.counts[serve.PREFETCHED] > 0
+
+
+def test_slots_for_fewer_than_a_windows_experts_take_turns():
+    """One slot, windows that need up to eight experts: every expert gets its turn, prefetches are refused and counted."""
+    workload, scene = scene_of(windows_of(depth=4), slots=1)
+    found = simulate(workload, replace(find_policy("specter-fast"), prefetch=Refused), scene, new_tokens=12)
+    assert found.hits.counts[serve.PREFETCH_REFUSED] > 0
+    assert found.hits.counts[serve.COPIES] >= found.hits.counts[serve.NEEDED] - found.hits.counts[serve.NEEDED_READY]
+
+
+class Refused(Prefetcher):
+    """Pins one resident and asks for more than there are slots."""
+
+    def __init__(self, scene):
+        pass
+
+    def begin(self, slots, depth, clock):
+        self.slots = slots
+        return super().begin(slots, depth, clock)
+
+    def finish(self, clock):
+        resident = self.slots.slot_of[0].argmax()
+        self.slots.pinned[0, resident] = True
+        return np.zeros(1, np.int64), np.array([(resident + 1) % self.slots.slot_of.shape[1]])
+
+
+def test_bad_input_is_one_sentence():
+    windows = windows_of(depth=3)
+    workload, scene = scene_of(windows, slots=0)
+    with pytest.raises(UserError, match="a budget of 0 slots per layer leaves layer 0 none: .* every layer needs 1$"):
+        simulate(workload, find_policy("specter"), scene, new_tokens=4)
+    workload, scene = scene_of(windows)
+    with pytest.raises(UserError, match="13 new tokens were asked for, the windows hold 12"):
+        simulate(workload, find_policy("lru"), scene, new_tokens=13)
+    with pytest.raises(UserError, match="depth 9 was asked for, windows were recorded to depth 3"):
+        simulate(workload, replace(find_policy("specter"), depth=9), scene, new_tokens=4)
+    with pytest.raises(UserError, match="'ss-moe' drafts with 'fewer', the windows' draft used 2 of 2 experts: record"):
+        simulate(workload, find_policy("ss-moe"), scene, new_tokens=4)
+    fewer, scene = scene_of(windows_of(depth=3, fewer=True))
+    with pytest.raises(UserError, match="'specter' drafts with 'int4', the windows' draft used 1 of 2 experts: record"):
+        simulate(fewer, find_policy("specter"), scene, new_tokens=4)
+    with pytest.raises(UserError, match="no policy 'mru': there are specter, "):
+        find_policy("mru")
