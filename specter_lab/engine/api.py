@@ -9,13 +9,13 @@ engine.stats
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specter_lab.compress.int4 import quantize_bank
 from specter_lab.engine.arena import Budget
@@ -53,7 +53,7 @@ class Engine:
     draft: DraftExperts
     policy: Policy
     scene: Scene
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None  # None: token ids only
     budget: Budget
     ops: Ops
     stats: Meter = field(default_factory=Meter)
@@ -157,19 +157,32 @@ def load(
     if widen_to is not None:
         small, config = config, widened_config(config, config_for(widen_to))
         tensors = widened_tensors(folder, small, config)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    def read(memory: ExpertMemory) -> Decoder:
+        dtype = memory.host.dtype
+        return read_decoder(config, tensors, lambda *where: fill(memory, *where), device=device, dtype=dtype)
+
+    return assemble(config, model, read, read_tokenizer(folder, config.vocab_size), draft=draft, policy=policy, device=device,
+                    expert_budget=expert_budget, in_slots=in_slots, memory_budget=memory_budget)  # fmt: skip
+
+
+def assemble(
+    config: PretrainedConfig, name: str, read: Callable[[ExpertMemory], Decoder], tokenizer: PreTrainedTokenizerBase | None,
+    *, draft: str, expert_budget: str | int, in_slots: bool, policy: str, device: str, memory_budget: str | int = 2**62,
+) -> Engine:  # fmt: skip
+    """An engine whose weights come from `read`, which fills the host slab and returns everything else; see `load`."""
     shape, chosen = shape_of(config), find_policy(policy)
     if chosen.lossy:
         raise UserError(f"policy '{policy}' changes the output: simulate it instead, the engine serves exact ones")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     budget = Budget(in_bytes(memory_budget))
     memory = new_expert_memory(shape, _slots(shape, expert_budget, in_slots, dtype), budget, device=device, dtype=dtype,
                                order=chosen.order)  # fmt: skip
-    decoder = read_decoder(config, tensors, lambda *where: fill(memory, *where), device=device, dtype=dtype)
+    decoder = read(memory)
     pool = DraftExperts(_int4_banks(memory, device) if draft == "int4" else ())
     budget.take("draft's INT4 experts", pool.nbytes, "use draft='none', or a larger budget")
-    scene = Scene(StepCosts(anatomy(config, model), read_profile(PAPERS_GPU)), int(memory.slots.count.min()), MAX_DEPTH)
-    tokenizer = read_tokenizer(folder, config.vocab_size)
+    scene = Scene(StepCosts(anatomy(config, name), read_profile(PAPERS_GPU)), int(memory.slots.count.min()), MAX_DEPTH)
     return Engine(decoder, memory, TargetExperts(memory), pool, chosen, scene, tokenizer, budget, _ops(device))
 
 

@@ -1,10 +1,12 @@
 """How fast the engine decodes, beside what limits it.
 
     python -m specter_lab.engine.bench --model qwen-nano --widen-to Qwen1.5-MoE-A2.7B --slots 60 30 15 8
+    python -m specter_lab.engine.bench --random Qwen1.5-MoE-A2.7B --slots 60 15
 
-For every number of slots per layer and every depth: milliseconds per token (median of repeats, steady: first round left out of
-none), acceptance, tokens per round, hit rate, bytes per token over the link, and the share of the link's bandwidth that this is.
-The first lines time the two passes alone, with every expert resident.
+The first lines time the passes alone, with every expert resident, beside their floor: bytes read over the bandwidth of a copy.
+Then, for every number of slots per layer and every depth: milliseconds per token (median of repeats, steady: first round left
+out of none), acceptance, tokens per round, hit rate, bytes per token over the link, and the share of its bandwidth that this is.
+With random weights acceptance and hits mean nothing, so only the link's figures are shown.
 """
 
 from __future__ import annotations
@@ -12,17 +14,37 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from specter_lab.engine.api import Engine, load
 from specter_lab.engine.decode import Meter
 
 PROMPT = "The old man walked along the river, and when he came to the bridge he said to his son that"
+RANDOM_PROMPT_TOKENS = 24
 DEPTHS = (0, 3, 8, 16, None)
+VERIFIED = (1, 9, 17)
+PASS_POSITION = 64  # tokens before those of a timed pass
+RUNS = 8  # of a pass between two events: as in a round, no launch waits for the host
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass with every expert resident; times are medians."""
+
+    what: str
+    ms: float
+    read_bytes: int  # every weight and cache entry it needs, once
+    floor_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ms / self.floor_ms
 
 
 @dataclass(frozen=True)
@@ -39,9 +61,8 @@ class Row:
     link_gb_s: float  # moved over decoding time
 
 
-def decode_row(engine: Engine, depth: int | None, tokens: int, repeats: int, prompt: str = PROMPT) -> Row:
-    """Decode `tokens` tokens `repeats` times after one warm-up."""
-    ids = torch.tensor(engine.tokenizer(prompt)["input_ids"])
+def decode_row(engine: Engine, depth: int | None, tokens: int, repeats: int, ids: Tensor) -> Row:
+    """Decode `tokens` tokens after `ids` [P] `repeats` times after one warm-up."""
     engine.generate(ids, min(tokens, 32), depth=depth)
     runs = []
     for _ in range(repeats):
@@ -58,63 +79,140 @@ def decode_row(engine: Engine, depth: int | None, tokens: int, repeats: int, pro
     )  # fmt: skip
 
 
-def pass_ms(engine: Engine, repeats: int = 20) -> dict[str, float]:
-    """Medians of one draft step and of verifying 1, 9 and 17 tokens, by device events on a GPU."""
+def passes(engine: Engine, copy_gb_s: float, repeats: int = 15) -> list[Pass]:
+    """One draft step and verifications, each beside its floor."""
     session = engine._session_for(256, 16, 0.0)
-    found = {}
-    passes = {"draft step": session.draft_step, **{f"verify {n}": (lambda n=n: session.verify(n)) for n in (1, 9, 17)}}
+    found = []
     with torch.inference_mode():
-        for name, run in passes.items():
-            times = []
-            for _ in range(repeats):
-                session.position.fill_(64)
-                session.step.zero_()
-                times.append(_timed_ms(run, session.window.is_cuda))
-            found[name] = median(times[3:])
+        for tokens in (0, *VERIFIED):
+            session.window.random_(0, engine.memory.shape.vocab)
+            run = session.draft_step if tokens == 0 else (lambda: session.verify(tokens))
+            ms = median(_timed_ms(session, run) for _ in range(repeats))
+            if tokens == 0:
+                read_bytes = _draft_bytes(engine)
+            else:
+                read_bytes = _verify_bytes(engine, session.verify(tokens)[1])
+            what = f"verify {tokens}" if tokens else "draft step"
+            found.append(Pass(what, ms, read_bytes, read_bytes / copy_gb_s / 1e6))
     return found
 
 
-def _timed_ms(run, on_gpu: bool) -> float:
+def _timed_ms(session, run) -> float:
+    """Of one run among `RUNS`, by device events on a GPU."""
+    on_gpu = session.window.is_cuda
+    session.position.fill_(PASS_POSITION)
+    session.step.zero_()
     if not on_gpu:
         began = time.perf_counter()
         run()
         return (time.perf_counter() - began) * 1e3
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    before.record()
     run()
+    session.step.zero_()
+    before.record()
+    for _ in range(RUNS):
+        run()
     after.record()
     after.synchronize()
-    return before.elapsed_time(after)
+    return before.elapsed_time(after) / RUNS
+
+
+def _draft_bytes(engine: Engine) -> int:
+    shape = engine.memory.shape
+    return _dense_bytes(engine) + engine.draft.nbytes * shape.top_k // shape.num_experts
+
+
+def _verify_bytes(engine: Engine, used: Tensor) -> int:
+    """used: experts [L, T, k] of the pass."""
+    experts = sum(layer.unique().numel() for layer in used)
+    return _dense_bytes(engine) + experts * engine.memory.host[0, 0].nbytes
+
+
+def _dense_bytes(engine: Engine) -> int:
+    """Everything but routed experts: all weights once, but of the embedding only a row, and the context's cache entries."""
+    decoder, session = engine.decoder, engine._session
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors((decoder.layers, decoder.norm, decoder.head))}
+    cached = sum(part[:PASS_POSITION].nbytes for part in (*session.kv.keys, *session.kv.values))
+    return sum(weights.values()) + cached
+
+
+def _tensors(of: object) -> Iterator[Tensor]:
+    if isinstance(of, Tensor):
+        yield of
+    elif isinstance(of, list | tuple):
+        for part in of:
+            yield from _tensors(part)
+    elif is_dataclass(of):
+        for part in fields(of):
+            yield from _tensors(getattr(of, part.name))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen-nano")
     parser.add_argument("--widen-to", default=None)
+    parser.add_argument("--random", default=None, metavar="ORIGINAL", help="random weights of this geometry instead")
     parser.add_argument("--slots", type=int, nargs="+", default=[60, 15])
+    parser.add_argument("--depths", type=int, nargs="*", default=None, help="instead of 0 3 8 16 and online")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
-    rows, passes = [], {}
+    rows, timed = [], []
     for slots in options.slots:
-        began = time.perf_counter()
-        engine = load(options.model, expert_budget=slots, in_slots=True, widen_to=options.widen_to)
-        print(f"{options.model}, {slots} slots per layer, loaded in {time.perf_counter() - began:.1f} s; "
-              f"copy {engine.memory.copy_ms:.3f} ms; {engine.budget.taken}")  # fmt: skip
+        engine = _loaded(options, slots)
         if slots >= engine.memory.shape.num_experts:
             engine.fill_slots()
-            passes = pass_ms(engine)
-            print("  ".join(f"{name} {ms:.3f} ms" for name, ms in passes.items()))
-        for depth in DEPTHS:
-            row = decode_row(engine, depth, options.tokens, options.repeats)
+            timed = _show_passes(engine)
+        for depth in DEPTHS if options.depths is None else options.depths:
+            row = decode_row(engine, depth, options.tokens, options.repeats, _prompt(engine))
             rows.append(row)
-            print(f"  slots {row.slots_per_layer:3d} K {row.depth:>6s} {row.ms_per_token:8.3f} ms/token  acceptance "
-                  f"{row.acceptance:.3f}  tokens/round {row.tokens_per_round:5.2f}  hits {row.hit_rate:.3f}  "
-                  f"{row.link_bytes_per_token / 1e6:8.1f} MB/token  link {row.link_gb_s:5.1f} GB/s")  # fmt: skip
+            _show_row(row, meaningful=options.random is None)
         del engine
     if options.json:
-        options.json.write_text(json.dumps({"passes_ms": passes, "rows": [asdict(row) for row in rows]}, indent=1))
+        numbers = {"passes": [asdict(found) for found in timed], "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps({"random": options.random, **numbers}, indent=1))
+
+
+def _loaded(options: argparse.Namespace, slots: int) -> Engine:
+    began = time.perf_counter()
+    if options.random:
+        from specter_lab.engine.random_model import load_random
+
+        engine, name = load_random(options.random, slots), f"random weights, {options.random}"
+    else:
+        engine = load(options.model, expert_budget=slots, in_slots=True, widen_to=options.widen_to)
+        name = options.model
+    print(f"{name}, {slots} slots per layer, loaded in {time.perf_counter() - began:.1f} s; "
+          f"copy {engine.memory.copy_ms:.3f} ms; {engine.budget.taken}", flush=True)  # fmt: skip
+    return engine
+
+
+def _prompt(engine: Engine) -> Tensor:
+    if engine.tokenizer is None:
+        return torch.arange(RANDOM_PROMPT_TOKENS)
+    return torch.tensor(engine.tokenizer(PROMPT)["input_ids"])
+
+
+def _show_passes(engine: Engine) -> list[Pass]:
+    if engine.device.type != "cuda":
+        return []
+    from specter_lab.engine.kernels.timing import copy_gb_s
+
+    bandwidth = copy_gb_s()
+    found = passes(engine, bandwidth)
+    print(f"  all experts resident, position {PASS_POSITION}, copy {bandwidth:.0f} GB/s")
+    for each in found:
+        print(f"  {each.what:<10} {each.ms:7.3f} ms  {each.read_bytes / 1e9:6.3f} GB  floor {each.floor_ms:6.3f} ms  "
+              f"ratio {each.ratio:.2f}", flush=True)  # fmt: skip
+    return found
+
+
+def _show_row(row: Row, meaningful: bool) -> None:
+    found = (f"acceptance {row.acceptance:.3f}  tokens/round {row.tokens_per_round:5.2f}  hits {row.hit_rate:.3f}  "
+             if meaningful else "")  # fmt: skip
+    print(f"  slots {row.slots_per_layer:3d} K {row.depth:>6s} {row.ms_per_token:8.3f} ms/token  {found}"
+          f"{row.link_bytes_per_token / 1e6:8.1f} MB/token  link {row.link_gb_s:5.1f} GB/s", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Draft and target are this one function with the same weights; they differ in who computes the routed experts
 (Specter, section SIC). Nothing in it waits for the host, so a pass of fixed length can be a CUDA graph: positions are read
-from the device, and where an expert lies is the business of `experts`.
+from the device, and where an expert lies is the business of `experts`. Weights that meet the same input are joined.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from specter_lab.engine.ops import Ops
+from specter_lab.engine.rotary import rotary_table
 from specter_lab.engine.shape import Shape
 
 # (number of the MoE layer, x [T, H], indices [T, k], weights [T, k]) -> [T, H]
@@ -36,23 +36,23 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Mlp:
-    gate: Linear
-    up: Linear
-    down: Linear
+class Attention:
+    """Grouped-query: rows of q, k and v. Latent: rows of q and of the compressed keys and values, and their expansion."""
+
+    entry: Linear  # [heads D + KV heads (D + D_v), H], or [heads D + latent + rotary, H]
+    o: Linear
+    latent_norm: Norm | None = None
+    expand: Linear | None = None  # [heads * (key without rotary + value), latent]
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Grouped-query: q, k, v, o. Latent: q, then the compressed keys and values and their expansion."""
+class Mlp:
+    """What follows attention, but for routed experts: the shared experts, or the whole of a dense layer."""
 
-    q: Linear
-    o: Linear
-    k: Linear | None = None
-    v: Linear | None = None
-    compress: Linear | None = None  # [latent + rotary, H]
-    latent_norm: Norm | None = None
-    expand: Linear | None = None  # [heads * (key without rotary + value), latent]
+    entry: Linear  # [2I + E + G, H]: gate and up by turns (gate 0, up 0, gate 1, ...), the router, the shared experts' gate
+    down: Linear | None  # [H, I]; None: no shared experts, I is 0
+    width: int  # I
+    experts: int  # E; 0: a dense layer
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ class Layer:
     attention_norm: Norm
     attention: Attention
     mlp_norm: Norm
-    router: Tensor | None  # [E, H]; None: a dense layer
-    shared: Mlp | None  # shared experts, or the whole of a dense layer
-    shared_gate: Linear | None = None  # [1, H]
+    mlp: Mlp
 
 
 @dataclass(frozen=True)
@@ -86,17 +84,20 @@ class KvCache:
 
     keys: Sequence[Tensor]  # per layer [S, KV heads, D]
     values: Sequence[Tensor]  # per layer [S, KV heads, D_v]
+    cos: Tensor  # [S, rotary / 2] float32, of every position's rotary angles
+    sin: Tensor  # [S, rotary / 2]
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values, self.cos, self.sin))
 
 
 def new_kv_cache(shape: Shape, max_tokens: int, like: Tensor) -> KvCache:
     """An empty cache for `max_tokens` tokens, on the device and in the type of `like`."""
     heads = shape.kv_heads
     keys = [like.new_zeros(max_tokens, heads, shape.key_dim) for _ in range(shape.layers)]
-    return KvCache(keys, [like.new_zeros(max_tokens, heads, shape.value_dim) for _ in range(shape.layers)])
+    values = [like.new_zeros(max_tokens, heads, shape.value_dim) for _ in range(shape.layers)]
+    return KvCache(keys, values, *rotary_table(shape, max_tokens, like.device))
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Passed:
 
     logits: Tensor  # [T, V]
     indices: Tensor  # [L, T, k] experts used in every MoE layer
-    weights: Tensor  # [L, T, k]
+    weights: Tensor  # [L, T, k] float32
 
 
 def forward(decoder: Decoder, ids: Tensor, position: Tensor, kv: KvCache, experts: Experts, ops: Ops) -> Passed:
@@ -115,97 +116,41 @@ def forward(decoder: Decoder, ids: Tensor, position: Tensor, kv: KvCache, expert
         position: [1] int64 on the device, tokens before these.
         experts: computes the routed experts of a layer.
     """
-    shape = decoder.shape
-    positions = position + torch.arange(len(ids), device=ids.device)  # [T]
-    rotation = _rotation(shape, positions)
-    indices, weights = [], []
+    shape, eps = decoder.shape, decoder.shape.norm_eps
+    routed = (len(shape.moe_layers), len(ids), shape.top_k)
+    indices, weights = ids.new_empty(routed), ids.new_empty(routed, dtype=torch.float32)  # [L, T, k]
+    moe = 0
     x = decoder.embedding[ids]  # [T, H]
+    h = ops.norm(x, decoder.layers[0].attention_norm, eps)
     for number, layer in enumerate(decoder.layers):
-        h = ops.norm(x, layer.attention_norm, shape.norm_eps)
-        x = x + _attend(shape, layer.attention, h, positions, position, rotation, kv, number, ops)
-        h = ops.norm(x, layer.mlp_norm, shape.norm_eps)
-        if layer.router is None:
-            x = x + _mlp(layer.shared, h, ops)
+        seen = _attend(shape, layer.attention, h, position, kv, number, ops)
+        x, h = ops.add_norm(x, ops.linear(seen, layer.attention.o), layer.mlp_norm, eps)
+        mlp, norm_after = layer.mlp, _norm_after(decoder, number)
+        act, rest = ops.enter(h, mlp.entry, mlp.width)  # silu(gate) * up [T, I], router and shared gate [T, E + G]
+        if not mlp.experts:
+            x, h = ops.add_norm(x, ops.linear(act, mlp.down), norm_after, eps)
             continue
-        used, factors = route(shape, ops.router_logits(h, layer.router))
-        y = experts(len(indices), h, used, factors)
-        indices.append(used)
-        weights.append(factors)
-        if layer.shared is not None:
-            shared = _mlp(layer.shared, h, ops)
-            if layer.shared_gate is not None:
-                shared = torch.sigmoid(ops.linear(h, layer.shared_gate)) * shared
-            y = y + shared
-        x = x + y
-    logits = ops.linear(ops.norm(x, decoder.norm, shape.norm_eps), decoder.head)
-    return Passed(logits, torch.stack(indices), torch.stack(weights))
+        ops.route(shape, rest[:, : mlp.experts], indices[moe], weights[moe])
+        shared = ops.linear(act, mlp.down) if mlp.down else None  # asks for its weights while the router runs
+        y = experts(moe, h, indices[moe], weights[moe])
+        x, h = ops.add_norm(x, y, norm_after, eps, shared, rest[:, mlp.experts :])
+        moe += 1
+    return Passed(ops.linear(h, decoder.head), indices, weights)
 
 
-def route(shape: Shape, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Experts [T, k] and their weights [T, k] float32 from router logits [T, E]."""
-    if shape.model_type == "phimoe":
-        return _sparsemixer(logits, shape.router_jitter)
-    weights, indices = logits.float().softmax(dim=-1).topk(shape.top_k, dim=-1)
-    if shape.normalized:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return indices, weights * shape.router_scale
-
-
-def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
-    """Phi's router without its training noise (arXiv 2409.12136): the best two, each weighted by a softmax over those
-    whose relative distance to it is at most twice the jitter."""
-    scores, found, factors = logits, [], []
-    for _ in range(2):
-        best, index = scores.max(dim=-1, keepdim=True)
-        far = (best - logits) / torch.maximum(logits.abs(), best) > 2 * jitter
-        found.append(index)
-        factors.append(scores.masked_fill(far, float("-inf")).softmax(dim=-1).gather(-1, index))
-        scores = scores.scatter(-1, index, float("-inf"))
-    return torch.cat(found, dim=-1), torch.cat(factors, dim=-1).float()
+def _norm_after(decoder: Decoder, layer: int) -> Norm:
+    last = layer + 1 == len(decoder.layers)
+    return decoder.norm if last else decoder.layers[layer + 1].attention_norm
 
 
 def _attend(
-    shape: Shape, weights: Attention, h: Tensor, positions: Tensor, position: Tensor, rotation: tuple[Tensor, Tensor],
-    kv: KvCache, layer: int, ops: Ops,
+    shape: Shape, weights: Attention, h: Tensor, position: Tensor, kv: KvCache, layer: int, ops: Ops
 ) -> Tensor:  # fmt: skip
-    tokens = len(h)
-    q = ops.linear(h, weights.q).view(tokens, shape.heads, shape.key_dim)
+    entry, expanded = ops.linear(h, weights.entry), None
     if shape.latent:
-        plain = shape.key_dim - shape.rotary_dim
-        compressed = ops.linear(h, weights.compress)  # [T, latent + rotary]
-        latent = ops.norm(compressed[:, : shape.latent].contiguous(), weights.latent_norm, shape.norm_eps)
-        expanded = ops.linear(latent, weights.expand).view(tokens, shape.heads, plain + shape.value_dim)
-        turned = _rotate_pairs(compressed[:, None, shape.latent :], rotation).expand(-1, shape.heads, -1)
-        k, v = torch.cat([expanded[..., :plain], turned], dim=-1), expanded[..., plain:]
-        q = torch.cat([q[..., :plain], _rotate_pairs(q[..., plain:], rotation)], dim=-1)
-    else:
-        k = _rotate_halves(ops.linear(h, weights.k).view(tokens, shape.kv_heads, shape.key_dim), rotation)
-        v = ops.linear(h, weights.v).view(tokens, shape.kv_heads, shape.value_dim)
-        q = _rotate_halves(q, rotation)
-    kv.keys[layer].index_copy_(0, positions, k)
-    kv.values[layer].index_copy_(0, positions, v)
-    seen = ops.attend(q.contiguous(), kv.keys[layer], kv.values[layer], position, shape.key_dim**-0.5)
-    return ops.linear(seen.flatten(1), weights.o)
-
-
-def _mlp(mlp: Mlp, h: Tensor, ops: Ops) -> Tensor:
-    return ops.linear(silu(ops.linear(h, mlp.gate)) * ops.linear(h, mlp.up), mlp.down)
-
-
-def _rotation(shape: Shape, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every rotary angle: [T, 1, rotary / 2] float32."""
-    exponents = torch.arange(0, shape.rotary_dim, 2, device=positions.device) / shape.rotary_dim
-    angles = positions[:, None].float() * shape.rope_theta**-exponents
-    return angles.cos()[:, None], angles.sin()[:, None]
-
-
-def _rotate_halves(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Element i turns with element i + D / 2 (Qwen, Phi): x [T, heads, D]."""
-    (cos, sin), (a, b) = rotation, x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
-def _rotate_pairs(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Element 2 i turns with element 2 i + 1 (DeepSeek): x [T, heads, D]."""
-    (cos, sin), (a, b) = rotation, x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).to(x.dtype)
+        queries = shape.heads * shape.key_dim
+        latent = ops.norm(entry[:, queries : queries + shape.latent], weights.latent_norm, shape.norm_eps)
+        expanded = ops.linear(latent, weights.expand)  # [T, heads * (key without rotary + value)]
+    keys, values = kv.keys[layer], kv.values[layer]
+    q = ops.rotate_and_store(shape, entry, expanded, keys, values, (kv.cos, kv.sin), position)  # [T, heads, D]
+    return ops.attend(q, keys, values, position, shape.key_dim**-0.5).flatten(1)

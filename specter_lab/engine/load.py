@@ -78,28 +78,51 @@ def _assemble(shape: Shape, block: str, dense: dict[str, Tensor]) -> Decoder:
     def norm(name: str) -> Norm:
         return Norm(take(f"{name}.weight"), take(f"{name}.bias", required=False))
 
-    def mlp(name: str) -> Mlp:
-        return Mlp(*(linear(f"{name}.{part}_proj") for part in ("gate", "up", "down")))
+    def mlp(name: str, *more: Linear) -> Mlp:
+        gate, up, down = (linear(f"{name}.{part}_proj") for part in ("gate", "up", "down"))
+        width, routed = len(gate.weight), len(more[0].weight) if more else 0
+        return Mlp(joined(by_turns(gate, up), *more), down, width, routed)
 
     def attention(name: str) -> Attention:
         q, o = linear(f"{name}.q_proj"), linear(f"{name}.o_proj")
         if not shape.latent:
-            return Attention(q, o, k=linear(f"{name}.k_proj"), v=linear(f"{name}.v_proj"))
-        return Attention(q, o, compress=linear(f"{name}.kv_a_proj_with_mqa"), latent_norm=norm(f"{name}.kv_a_layernorm"),
-                         expand=linear(f"{name}.kv_b_proj"))  # fmt: skip
+            return Attention(joined(q, linear(f"{name}.k_proj"), linear(f"{name}.v_proj")), o)
+        return Attention(joined(q, linear(f"{name}.kv_a_proj_with_mqa")), o, norm(f"{name}.kv_a_layernorm"),
+                         linear(f"{name}.kv_b_proj"))  # fmt: skip
 
     def layer(number: int) -> Layer:
         name = f"model.layers.{number}"
         norms = norm(f"{name}.input_layernorm"), norm(f"{name}.post_attention_layernorm")
         weights = attention(f"{name}.self_attn")
         if number not in shape.moe_layers:
-            return Layer(norms[0], weights, norms[1], None, mlp(f"{name}.mlp"))
-        router = take(f"{name}.{block}.gate.weight")
+            return Layer(norms[0], weights, norms[1], mlp(f"{name}.mlp"))
+        router = linear(f"{name}.{block}.gate")
         shared = {"qwen2_moe": "shared_expert", "deepseek_v2": "shared_experts"}.get(shape.model_type)
-        gate = linear(f"{name}.mlp.shared_expert_gate") if shape.model_type == "qwen2_moe" else None
-        return Layer(norms[0], weights, norms[1], router, mlp(f"{name}.mlp.{shared}") if shared else None, gate)
+        gate = [linear(f"{name}.mlp.shared_expert_gate")] if shape.model_type == "qwen2_moe" else []
+        after = mlp(f"{name}.mlp.{shared}", router, *gate) if shared else Mlp(router, None, 0, shape.num_experts)
+        return Layer(norms[0], weights, norms[1], after)
 
     embedding = take("model.embed_tokens.weight")
     layers = [layer(number) for number in range(shape.layers)]
     head = linear("lm_head") if "lm_head.weight" in dense else Linear(embedding)
     return Decoder(shape, embedding, layers, norm("model.norm"), head)
+
+
+def joined(*parts: Linear) -> Linear:
+    """Layers that meet the same input as one, rows one after the other."""
+    weight = torch.cat([part.weight for part in parts])
+    if all(part.bias is None for part in parts):
+        return Linear(weight)
+    return Linear(weight, torch.cat([_bias(part) for part in parts]))
+
+
+def by_turns(gate: Linear, up: Linear) -> Linear:
+    """Rows gate 0, up 0, gate 1, up 1, ...: a tile of a kernel then holds both factors of its products."""
+    weight = torch.stack([gate.weight, up.weight], dim=1).flatten(0, 1)
+    if gate.bias is None and up.bias is None:
+        return Linear(weight)
+    return Linear(weight, torch.stack([_bias(gate), _bias(up)], dim=1).flatten())
+
+
+def _bias(part: Linear) -> Tensor:
+    return part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias

@@ -2,7 +2,7 @@
 
 Row-invariant means that a token's result is bitwise the same whatever other tokens share the pass: then verifying K + 1
 tokens at once gives what K + 1 plain steps give, and speculative decoding is exact, not only in exact arithmetic
-(PAPERS.md, trap 9). On a CPU `plain_ops` computes every row alone when asked to, slowly.
+(PAPERS.md, trap 9). On a CPU `TorchOps` computes every row alone when asked to, slowly.
 """
 
 from __future__ import annotations
@@ -12,20 +12,35 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import layer_norm, linear, silu
+
+from specter_lab.engine import rotary, router
+from specter_lab.engine.rotary import Table
+from specter_lab.engine.shape import Shape
 
 if TYPE_CHECKING:
     from specter_lab.engine.decoder import Linear, Norm
 
 
 class Ops(Protocol):
-    """What `decoder.forward` calls."""
+    """What `decoder.forward` calls; `TorchOps` says what each computes."""
 
-    def linear(self, x: Tensor, linear: Linear) -> Tensor: ...
+    def linear(self, x: Tensor, weights: Linear) -> Tensor: ...
 
-    def norm(self, x: Tensor, norm: Norm, eps: float) -> Tensor: ...
+    def norm(self, x: Tensor, weights: Norm, eps: float) -> Tensor: ...
 
-    def router_logits(self, x: Tensor, router: Tensor) -> Tensor: ...
+    def add_norm(
+        self, x: Tensor, y: Tensor, weights: Norm, eps: float, shared: Tensor | None = None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def enter(self, x: Tensor, entry: Linear, width: int) -> tuple[Tensor, Tensor]: ...
+
+    def route(self, shape: Shape, logits: Tensor, indices: Tensor, weights: Tensor) -> None: ...
+
+    def rotate_and_store(
+        self, shape: Shape, entry: Tensor, expanded: Tensor | None, keys: Tensor, values: Tensor, table: Table,
+        position: Tensor,
+    ) -> Tensor: ...  # fmt: skip
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float) -> Tensor: ...
 
@@ -51,8 +66,31 @@ class TorchOps:
     def norm(self, x: Tensor, weights: Norm, eps: float) -> Tensor:
         return self._rows(lambda rows: norm(rows, weights, eps), x)
 
-    def router_logits(self, x: Tensor, router: Tensor) -> Tensor:
-        return self._rows(lambda rows: linear(rows.to(router.dtype), router), x)
+    def add_norm(
+        self, x: Tensor, y: Tensor, weights: Norm, eps: float, shared: Tensor | None = None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x + y + sigmoid(gate) * shared, and its norm: [T, H] each; gate [T, 1], or [T, 0] for shared as it is."""
+        if shared is not None:
+            y = y + (torch.sigmoid(gate).to(x.dtype) * shared if gate.shape[1] else shared)
+        x = x + y
+        return x, self.norm(x, weights, eps)
+
+    def enter(self, x: Tensor, entry: Linear, width: int) -> tuple[Tensor, Tensor]:
+        """silu(gate) * up [T, I] of the first 2I rows of `entry`, which alternate, and what the others give [T, E + G]."""
+        inner, rest = self.linear(x, entry).tensor_split([2 * width], dim=1)
+        gate, up = inner.unflatten(1, (width, 2)).unbind(-1)
+        return silu(gate) * up, rest.float()
+
+    def route(self, shape: Shape, logits: Tensor, indices: Tensor, weights: Tensor) -> None:
+        """Fill `indices` [T, k] and `weights` [T, k] from logits [T, E]."""
+        for into, found in zip((indices, weights), router.route(shape, logits)):
+            into.copy_(found)
+
+    def rotate_and_store(
+        self, shape: Shape, entry: Tensor, expanded: Tensor | None, keys: Tensor, values: Tensor, table: Table,
+        position: Tensor,
+    ) -> Tensor:  # fmt: skip
+        return rotary.rotate_and_store(shape, entry, expanded, keys, values, table, position)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float) -> Tensor:
         """q [T, heads, D] over caches [S, KV heads, D]; token t sees the first position + t + 1 entries."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specter_lab.engine.decoder import Decoder, Experts, KvCache, forward, new_kv_cache
 from specter_lab.engine.ops import Ops
-from specter_lab.measure.sampling import distribution
+from specter_lab.measure.sampling import GREEDY, distribution
 
 PREFILL_TOKENS = 32  # read in one pass
 
@@ -55,13 +55,20 @@ class Session:
     def _draft_step(self) -> None:
         token = self.window.index_select(0, self.step)
         passed = forward(self.decoder, token, self.position + self.step, self.kv, self.draft_experts, self.ops)
-        q = distribution(passed.logits, self.temperature)  # [1, V]
-        drawn = _draw(q, self.uniform.index_select(0, self.step))
+        q, drawn = self._drawn(passed.logits)  # [1, V], [1]
         self.window.index_copy_(0, self.step + 1, drawn)
         self.q.index_copy_(0, self.step, q)
         self.drafted.index_copy_(0, self.step, passed.indices.transpose(0, 1))
-        self.drafted_weights.index_copy_(0, self.step, passed.weights.transpose(0, 1).float())
+        self.drafted_weights.index_copy_(0, self.step, passed.weights.transpose(0, 1))
         self.step += 1
+
+    def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Distribution of logits [1, V], and a token drawn from it."""
+        if self.temperature == GREEDY:
+            best = logits.argmax(dim=-1)
+            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best[:, None], 1.0), best
+        q = distribution(logits, self.temperature)
+        return q, _draw(q, self.uniform.index_select(0, self.step))
 
     def _verify(self, tokens: int) -> tuple[Tensor, Tensor]:
         passed = forward(self.decoder, self.window[:tokens], self.position, self.kv, self.target_experts, self.ops)

@@ -29,8 +29,8 @@ def _attend(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
+        gdc_launch_dependents()  # before the wait: the next kernel asks for its weights meanwhile
         gdc_wait()
-        gdc_launch_dependents()
     cut, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(position).to(tl.int32)  # tokens before the new ones
     length = context + tokens

@@ -2,6 +2,9 @@
 
 Everything that decides the order of a sum (steps of the input width, its cuts among programs, the order in which the
 cuts are added) depends on the weight's shape only. The program that finishes a tile last adds its cuts.
+
+`gated` is the first layer of an MLP whose gate and up alternate row by row, so that a program holds both factors of its
+products; further rows, of whatever else meets the same input, come out as they are.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ _MAX_TOKENS = 64  # of a program
 _ENOUGH_PROGRAMS = 96  # to keep a GPU of 100 to 150 multiprocessors busy
 _CROWD = (133, 264)  # programs that leave room for those of the next kernel only with smaller buffers
 _MIN_STEPS = 2  # of a cut
-_LINE = 64  # weights of a cache line
-_AHEAD_LINES = 8  # of each weight row, asked for before the kernel before has ended
+_AHEAD_BYTES = 4 << 20  # of a weight, asked for before the kernel before has ended (on an H200 more made passes slower)
+_RESIDENT = 264  # programs that can start before the kernel before has ended
 
 
 @dataclass(frozen=True)
@@ -49,19 +52,19 @@ def new_arrivals(device: torch.device | str, tiles: int = 1 << 14) -> Tensor:
 
 
 @triton.jit
-def _prefetch(pointers, good):
-    """Ask for cache lines to come to the L2."""
+def _prefetch(pointers, num_bytes):
+    """Ask for stretches of memory to come to the L2; multiples of 16 bytes, none where the number is not positive."""
     tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r", [pointers, good.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r", [pointers, num_bytes], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
 def _linear(
-    x, weight, bias, out, parts, arrivals, tokens, outputs, inputs, x_stride, weight_stride, cut_inputs,
-    HAS_BIAS: tl.constexpr, CUTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr, LINE: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias, out, rest, parts, arrivals, tokens, outputs, inputs, width, x_stride, weight_stride, cut_inputs,
+    ahead, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CUTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     cut = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -71,9 +74,12 @@ def _linear(
     x_rows = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
     row_good, token_good = (row < outputs)[:, None], (token < tokens)[:, None]
     if PDL:
-        line = cut * cut_inputs + tl.arange(0, AHEAD) * LINE
-        ahead = weight + row.to(tl.int64)[:, None] * weight_stride + line[None, :]
-        _prefetch(ahead, row_good & (line < tl.minimum(inputs, (cut + 1) * cut_inputs))[None, :])
+        thread = tl.arange(0, THREADS)  # one for every row asks; a warp does so lane by lane
+        first = cut * cut_inputs
+        asked = tl.minimum(tl.minimum(inputs, first + cut_inputs) - first, ahead)
+        ahead_row = tl.program_id(0) * ROWS + thread * ROWS // THREADS
+        asks = (thread % (THREADS // ROWS) == 0) & (ahead_row < outputs)
+        _prefetch(weight + ahead_row.to(tl.int64) * weight_stride + first, tl.where(asks, 2 * asked, 0))
         gdc_wait()  # weights are not written by kernels, `x` may have been a moment ago
         gdc_launch_dependents()
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -97,7 +103,17 @@ def _linear(
         tl.store(arrivals + tile, 0)
     if HAS_BIAS:
         acc += tl.load(bias + row, mask=row < outputs, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=good)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [ROWS // 2, 2, TOKENS]), [0, 2, 1]))
+        pair = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        value = gate / (1.0 + tl.exp(-gate)) * up
+        place = token.to(tl.int64)[None, :] * width + pair[:, None]
+        inner = (pair < width)[:, None] & (token < tokens)[None, :]
+        tl.store(out + place, value.to(out.dtype.element_ty), mask=inner)
+        place = token.to(tl.int64)[None, :] * (outputs - 2 * width) + row[:, None] - 2 * width
+        tl.store(rest + place, acc, mask=good & (row >= 2 * width)[:, None])
+    else:
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=good)
 
 
 def linear(
@@ -120,15 +136,48 @@ def linear(
     Raises:
         ValueError: wrong dtype or layout, or too few counters.
     """
+    out = torch.empty(len(x), len(weight), dtype=out_dtype, device=x.device)
+    _launch(x, weight, arrivals, bias, out, out, 0, tiles or tiles_for(*weight.shape))
+    return out
+
+
+def gated(
+    x: Tensor, weight: Tensor, arrivals: Tensor, width: int, bias: Tensor | None = None, *,
+    tiles: DenseTiles | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """silu(gate x) * up x of the first 2 I rows of a weight, which alternate, and what its other rows give; row-invariant.
+
+    Args:
+        x: [T, K] bfloat16, rows contiguous.
+        weight: [2 I + R, K] bfloat16, rows contiguous: gate 0, up 0, gate 1, ..., then R others.
+        arrivals: counters of this stream (`new_arrivals`).
+        width: I.
+        bias: [2 I + R] or None.
+        tiles: how the weight is divided; results are equal only between calls that use the same.
+
+    Returns:
+        [T, I] bfloat16, of products in float32, and [T, R] float32.
+
+    Raises:
+        ValueError: wrong dtype or layout, or too few counters.
+    """
+    act = torch.empty(len(x), width, dtype=torch.bfloat16, device=x.device)
+    rest = torch.empty(len(x), len(weight) - 2 * width, dtype=torch.float32, device=x.device)
+    _launch(x, weight, arrivals, bias, act, rest, width, tiles or tiles_for(*weight.shape))
+    return act, rest
+
+
+def _launch(
+    x: Tensor, weight: Tensor, arrivals: Tensor, bias: Tensor | None, out: Tensor, rest: Tensor, width: int,
+    tiles: DenseTiles,
+) -> None:  # fmt: skip
     (tokens, inputs), outputs = x.shape, weight.shape[0]
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError("x and weight must be bfloat16 with contiguous rows")
     if weight.shape[1] != inputs:
         raise ValueError(f"rows of {inputs} inputs do not fit a weight {tuple(weight.shape)}")
-    out = torch.empty(tokens, outputs, dtype=out_dtype, device=x.device)
     if tokens == 0:
-        return out
-    tiles = tiles or tiles_for(outputs, inputs)
+        return
     columns = min(_MAX_TOKENS, max(16, triton.next_power_of_2(tokens)))
     grid = (triton.cdiv(outputs, _ROWS), tiles.cuts, triton.cdiv(tokens, columns))
     parts, pdl = out, overlaps_launches(x.device)
@@ -138,9 +187,17 @@ def linear(
             raise ValueError(f"{grid[0] * grid[2]} tiles need as many counters, {arrivals.shape[0]} given")
     cut_inputs = triton.cdiv(triton.cdiv(inputs, _STEP), tiles.cuts) * _STEP
     _linear[grid](
-        x, weight, out if bias is None else bias, out, parts, arrivals, tokens, outputs, inputs, x.stride(0),
-        weight.stride(0), cut_inputs, HAS_BIAS=bias is not None, CUTS=tiles.cuts, ROWS=_ROWS, TOKENS=columns,
-        BLOCK_K=_STEP, AHEAD=_AHEAD_LINES, LINE=_LINE, PDL=pdl, num_warps=tiles.warps, num_stages=tiles.stages,
+        x, weight, weight if bias is None else bias, out, rest, parts, arrivals, tokens, outputs, inputs, width,
+        x.stride(0), weight.stride(0), cut_inputs, _ahead(weight, cut_inputs, grid[0] * tiles.cuts),
+        GATED=rest is not out, HAS_BIAS=bias is not None, CUTS=tiles.cuts, ROWS=_ROWS, TOKENS=columns,
+        BLOCK_K=_STEP, THREADS=max(_ROWS, 32 * tiles.warps), PDL=pdl, num_warps=tiles.warps, num_stages=tiles.stages,
         launch_pdl=pdl,
     )  # fmt: skip
-    return out
+
+
+def _ahead(weight: Tensor, cut_inputs: int, programs: int) -> int:
+    """Weights of a row's cut that a program asks for ahead, so that all programs together stay in `_AHEAD_BYTES`."""
+    if weight.data_ptr() % 16 or weight.stride(0) % 8 or weight.shape[1] % 8:
+        return 0  # the instruction needs stretches of 16 bytes
+    row_bytes = min(2 * cut_inputs, _AHEAD_BYTES // (min(programs, _RESIDENT) * _ROWS))
+    return row_bytes // 2 // 64 * 64

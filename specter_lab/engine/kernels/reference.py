@@ -84,6 +84,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: 
     return out.to(out_dtype or x.dtype)
 
 
+def gated(x: Tensor, weight: Tensor, width: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up [T, I] of the first 2 I rows of `weight`, which alternate, and the others [T, R]; see `dense.gated`."""
+    whole = linear(x, weight, bias, out_dtype=torch.float32)
+    gate, up = whole[:, 0 : 2 * width : 2], whole[:, 1 : 2 * width : 2]
+    return (silu(gate) * up).to(x.dtype), whole[:, 2 * width :]
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, position: int, scale: float) -> Tensor:
     """Causal attention of T new tokens over a cache that holds them already; see `attention.attend`.
 

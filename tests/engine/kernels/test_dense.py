@@ -65,3 +65,34 @@ def test_a_graph_follows_its_inputs_and_repeats(arrivals):
         x.copy_(normal(9, 2048))
         graph.replay()
         assert torch.equal(out, run(run(x, weight, arrivals), weight, arrivals))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("width", "others", "inputs"), [(96, 61, 64), (100, 0, 136), (0, 16, 2048), (5, 128, 72), (352, 64, 512)]
+)
+def test_gated_is_the_reference(width, others, inputs, tokens, bias, arrivals):
+    from specter_lab.engine.kernels.dense import gated
+
+    x, weight = normal(tokens, inputs), normal(2 * width + others, inputs, scale=0.05)
+    shift = normal(2 * width + others) if bias else None
+    act, rest = gated(x.cuda(), weight.cuda(), arrivals, width, shift.cuda() if bias else None)
+    expected = reference.gated(x, weight, width, shift)
+    assert (act.shape, rest.shape) == tuple(part.shape for part in expected)
+    assert (act.dtype, rest.dtype) == (torch.bfloat16, torch.float32)
+    if tokens:
+        assert not width or relative_error(act, expected[0]) < TOLERANCE
+        assert not others or relative_error(rest, expected[1]) < 1e-5
+
+
+@pytest.mark.parametrize(("width", "others", "inputs"), [(5632, 61, 2048), (352, 64, 512), (0, 16, 4096)])
+def test_a_gated_row_does_not_depend_on_the_others(width, others, inputs, arrivals):
+    from specter_lab.engine.kernels.dense import gated
+
+    x, weight = normal(33, inputs).cuda(), normal(2 * width + others, inputs, scale=0.05).cuda()
+    together = gated(x, weight, arrivals, width)
+    for size in (1, 2, 9, 17):
+        for first in range(0, 33, size):
+            part = slice(first, first + size)
+            alone = gated(x[part], weight, arrivals, width)
+            assert all(torch.equal(a, b[part]) for a, b in zip(alone, together)), (size, first)
