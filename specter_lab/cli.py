@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import errno
+import os
 import sys
 from collections.abc import Sequence
 
 from specter_lab.errors import UserError
 from specter_lab.experiments.registry import DEFAULT_MODELS, EXPERIMENTS, TIERS, find
+from specter_lab.files import disk_problem
 
 EXIT_MISSING = 1
 EXIT_USER_ERROR = 2
@@ -16,24 +17,24 @@ EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns the exit status: 0, 2 for a UserError or a full disk, 130 for Ctrl-C, and 1 when
-    `doctor` found something needed missing."""
+    """Run one subcommand. Returns the exit status: 0, 2 for a UserError or a disk that refuses, 130 for Ctrl-C, and 1
+    when `doctor` found something needed missing or nobody reads the output."""
     options = _parser().parse_args(arguments)
     try:
-        return options.function(options) or 0
+        status = options.function(options) or 0
+        sys.stdout.flush()  # or a closed pipe and a full disk would show only after the last word
+        return status
     except UserError as error:
         return _fail(str(error), EXIT_USER_ERROR)
     except KeyboardInterrupt:
         return _fail("stopped by Ctrl-C: run the same command again, finished rows are kept", EXIT_INTERRUPTED)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        where = f" (writing {error.filename})" if error.filename else ""
-        return _fail(
-            f"the disk is full{where}: free some space (artifacts/cache/quantized can always be made again) or set "
-            f"SPECTER_LAB_OUT to a folder on another disk, and run the same command again; finished rows are kept",
-            EXIT_USER_ERROR,
-        )
+    except BrokenPipeError:  # `specter-lab table | head`: whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_MISSING
+    except Exception as error:
+        if sentence := disk_problem(error):
+            return _fail(sentence, EXIT_USER_ERROR)
+        raise
 
 
 def _fail(sentence: str, status: int) -> int:

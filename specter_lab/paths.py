@@ -12,6 +12,6 @@ PROMPTS = DATA / "prompts"
 CLAIMS = ROOT / "artifacts" / "claims.toml"
 RECORDED = ROOT / "artifacts" / "recorded"
 
-OUT = Path(os.environ.get("SPECTER_LAB_OUT", ROOT / "artifacts"))
+OUT = Path(os.environ.get("SPECTER_LAB_OUT") or ROOT / "artifacts").expanduser().absolute()
 RESULTS = OUT / "results"
 CACHE = OUT / "cache"

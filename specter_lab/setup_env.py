@@ -6,14 +6,17 @@ A stamp file in the environment, keyed on the lock file and this folder, says th
 """
 
 import argparse
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,14 +24,22 @@ WANTED_PYTHON = (3, 11)
 NEEDED_GIB = 4
 HEARTBEAT_S = 10
 PIP_OPTIONS = ["--progress-bar", "off", "--no-input", "--no-compile"]  # compiling all 20,000 files doubles the time
+PIP_WITH_PARENT = """\
+import ctypes, runpy, signal
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed set-up leaves no pip behind
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
 SYMPTOMS = (  # what pip says, what it means; the first that fits is reported
-    (r"No space left on device", "the disk is full: free {needed} GiB and run the same command again"),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "the disk is full: free {needed} GiB, here and in {temporary} (TMPDIR moves that), and run the same command again",
+    ),
     (
         r"NewConnectionError|ConnectTimeout|ReadTimeout|Max retries|name resolution|ProxyError|SSLError",
         "the package registry cannot be reached: check the network (and pip's proxy settings) and run it again",
     ),
     (r"No matching distribution found for (?P<what>\S+)", "the package registry has no {what} for this machine"),
-    (r"ERROR: (?P<what>.+)", "pip stopped with '{what}'"),
+    (r"ERROR: (?P<what>.+)", "it stopped with '{what}': put that right and run the same command again"),
 )
 
 
@@ -61,6 +72,9 @@ def main():
     except SetupError as error:
         print("setup: %s" % error, file=sys.stderr)
         return 1
+    except OSError as error:
+        print("setup: %s" % diagnosis("ERROR: %s" % error), file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("setup: stopped; the same command goes on from here", file=sys.stderr)
         return 130
@@ -70,13 +84,42 @@ def main():
 def set_up(venv, lock, editable, index, quiet, stamp):
     """Make `venv` hold the packages of `lock`; does nothing when the file `stamp` says so. Raises SetupError."""
     key = stamp_key(lock, editable)
-    if stamp.exists() and stamp.read_text() == key and python_of(venv).exists():
+
+    def complete():
+        return stamp.exists() and stamp.read_bytes() == key.encode() and python_of(venv).exists()
+
+    if complete():
         if not quiet:
             print("%s is complete (%s)" % (venv.name, lock.name))
         return
     clock = Clock()
     python = find_python()
     check_disk()
+    venv.mkdir(parents=True, exist_ok=True)
+    with locked(venv, clock):
+        if not complete():  # else another set-up has just made it
+            install(venv, lock, editable, index, clock, python)
+            stamp.write_text(key)
+        clock.say("%s is complete" % venv.name)
+
+
+@contextmanager
+def locked(venv, clock):
+    """Hold the environment's lock: two terminals may set up at the same time. It falls when its holder ends."""
+    handle = os.open(str(venv), os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            clock.say("waiting for another set-up of %s" % venv.name)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def install(venv, lock, editable, index, clock, python):
+    """Create or complete the environment. Raises SetupError."""
     create(venv, python, clock)
     repair(venv, clock)
     clock.say("packages of %s (up to 2 minutes; log in %s/setup.log)" % (lock.name, venv.name))
@@ -84,13 +127,11 @@ def set_up(venv, lock, editable, index, quiet, stamp):
     if editable:
         clock.say("this project, editable")
         pip(venv, ["--no-deps", "-e", str(ROOT)], clock)
-    stamp.write_text(key)
-    clock.say("%s is complete" % venv.name)
 
 
 def stamp_key(lock, editable):
     """Changes with the lock file, the project's own metadata, and the folder (environments cannot be moved)."""
-    parts = [lock.read_bytes(), str(ROOT).encode()] + ([(ROOT / "pyproject.toml").read_bytes()] if editable else [])
+    parts = [lock.read_bytes(), os.fsencode(str(ROOT))] + ([(ROOT / "pyproject.toml").read_bytes()] if editable else [])
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
@@ -165,7 +206,7 @@ def repair(venv, clock):
 
 def pip(venv, arguments, clock):
     """`pip install`, its full output in the log, a line of progress every few seconds. Raises SetupError."""
-    command = [str(python_of(venv)), "-m", "pip", "install"] + PIP_OPTIONS + arguments
+    command = [str(python_of(venv)), "-c", PIP_WITH_PARENT, "install"] + PIP_OPTIONS + arguments
     state = {"text": "starting", "packages": 0}
     finished = threading.Event()
 
@@ -186,8 +227,6 @@ def pip(venv, arguments, clock):
                 output.append(line)
                 follow(line, state)
         failed = process.wait() != 0
-    except OSError as error:
-        raise SetupError("cannot write %s/setup.log (%s)" % (venv.name, error.strerror)) from error
     finally:
         finished.set()
         if process.poll() is None:
@@ -208,11 +247,12 @@ def follow(line, state):
 
 
 def diagnosis(output):
-    """What pip's output means, in one sentence."""
+    """What the output of pip, or an error, means in one sentence."""
     for pattern, sentence in SYMPTOMS:
         found = re.search(pattern, output)
         if found:
-            return sentence.format(needed=NEEDED_GIB, what=found.groupdict().get("what", ""))
+            what = found.groupdict().get("what", "")
+            return sentence.format(needed=NEEDED_GIB, what=what, temporary=tempfile.gettempdir())
     return "pip failed without saying why"
 
 

@@ -23,8 +23,7 @@ class QuantizedExperts:
 
     quantizer: str  # registry name, or what a downloaded checkpoint says of itself, e.g. "gptq-int4"
     banks: tuple[ExpertBank, ...]  # float32 effective weights, one per MoE layer
-    bits_per_weight: float  # measured: stored bytes x 8 / weights
-    bytes: int  # expert tensors on disk: codes, scales and zero points
+    bits_per_weight: float  # measured: bytes on disk (codes, scales, zero points) x 8 / weights
     coverage: Coverage | None  # None: a download, made from a calibration text unknown here
     notes: tuple[str, ...]  # fallbacks used, and quantised tensors that were left alone
 
@@ -53,7 +52,6 @@ def load_quantized(path: str | Path, source: LoadedModel) -> QuantizedExperts:
         quantizer=report.quantizer if report else stored.quantizer,
         banks=banks,
         bits_per_weight=8 * stored_bytes / sum(bank.num_weights for bank in banks),
-        bytes=stored_bytes,
         coverage=report.coverage if report else None,
         notes=stored.notes + (report.fallbacks if report else ()),
     )

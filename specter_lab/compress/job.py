@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
+import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,12 +25,14 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from specter_lab.errors import UserError
+from specter_lab.files import whole_folder
 
 REPORT = "report.json"
 CALIBRATION_KEY = "input_ids"  # tensor name in a .safetensors calibration file
 PROGRESS = "progress: "  # start of the lines that the parent shows; the others go to the log only
 ERROR = "error: "  # start of the line that says what went wrong
 FAILED = 2  # exit status
+PARENT_CHECK_S = 1
 GROUP = 128  # inputs that share a scale, where the rows allow it
 AWQ_CLIP_TOKENS = 128  # of 512 by default: searching where to clip is half of AWQ's time and costs in proportion
 AWQ_CLIP_BLOCK_ROWS = 64  # both packages search clipping for blocks of so many output rows
@@ -112,22 +116,24 @@ def appearing(destination: Path) -> Iterator[Path]:
     """
     if destination.exists():
         raise UserError(f"{destination} is there already: remove it, or choose another destination")
-    partial = destination.with_name(destination.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a job that was killed
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(destination)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with whole_folder(destination) as folder:
+        yield folder
 
 
 def show_progress(text: str) -> None:
     print(f"\n{PROGRESS}{text}", flush=True)
 
 
+def _end_with(parent: int) -> None:
+    """End this process when `parent` is gone, killed as it may be: nobody waits for the result any more."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(FAILED)
+
+
 def exit_after(job: Callable[[], None]) -> None:
     """Run a job's main function; a failure ends the process with its sentence on a line of its own, for the parent."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         job()
     except Exception as error:

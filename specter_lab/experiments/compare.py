@@ -11,6 +11,7 @@ from specter_lab.errors import UserError
 from specter_lab.experiments import results
 from specter_lab.experiments.claims import NOT_RUN, Claim, Verdict, claims_of
 from specter_lab.experiments.registry import EXPERIMENTS
+from specter_lab.files import write_whole
 
 BEGIN, END = "<!-- claims:begin -->", "<!-- claims:end -->"
 NOTHING = "-"
@@ -70,7 +71,7 @@ def update_readme(readme: Path = paths.ROOT / "README.md") -> None:
     if BEGIN not in text or END not in text:
         raise UserError(f"{readme.name} has no lines '{BEGIN}' and '{END}': put them back where the table belongs")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(f"{before}{BEGIN}\n{markdown(headline_table())}\n{END}{after}", encoding="utf-8")
+    write_whole(readme, f"{before}{BEGIN}\n{markdown(headline_table())}\n{END}{after}".encode())
 
 
 def in_unit(value: float | None, unit: str) -> str:

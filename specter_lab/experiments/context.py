@@ -6,15 +6,21 @@ An experiment is a module that defines four functions:
     run(context) -> pandas.DataFrame              tidy rows; long work goes through experiments.jobs.run
     plot(rows) -> matplotlib.figure.Figure        the figure, from rows alone
     claims(rows) -> list[Measured]                what the rows say about the paper's claims (artifacts/claims.toml)
+
+and, where other programs want the rows in a form of their own,
+
+    files(rows) -> dict[str, bytes]               small files beside the rows, name -> content
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
+from specter_lab.errors import UserError
 from specter_lab.experiments.registry import DEFAULT_MODELS
+
+SEEDS = range(2**32)  # what every generator in use takes
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,6 @@ class Context:
     seed: int
     models: tuple[str, ...]  # zoo names, folders or hub ids
     fresh: bool  # compute the rows again even if the cache has them; quantised models are kept
-    cache: Path  # for quantised models and traces: content-addressed, shared by all experiments
     runner: str = "local"  # where rows are computed (experiments/jobs.py); changes no value
 
     @property
@@ -51,3 +56,9 @@ class Measured:
         bad = [x for x in (self.value, self.low, self.high) if x is not None and not math.isfinite(x)]
         if bad:
             raise ValueError(f"{self.id}: {bad[0]} is not a measurement; give value=None and a note instead")
+
+
+def check_seed(seed: int) -> None:
+    """Raise UserError for a seed that some random generator would refuse."""
+    if not isinstance(seed, int) or seed not in SEEDS:
+        raise UserError(f"a seed of {seed} is not used here: give a whole number from 0 to {SEEDS[-1]}")

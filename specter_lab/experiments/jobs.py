@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +16,7 @@ from specter_lab.experiments import local_processes, ray_cluster
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.job import Job, Outcome, Rows, Runner, WorkerLost
 from specter_lab.experiments.provenance import code_digest
+from specter_lab.files import write_whole
 
 RUNNERS: dict[str, Runner] = {"local": local_processes.run, "ray": ray_cluster.run}
 
@@ -34,7 +34,7 @@ def run(context: Context, jobs: Sequence[Job]) -> Rows:
         total = sum(job.cost for job in jobs)
         with _progress(context, total, done=total - sum(job.cost for job, _ in pending)) as bar:
             _compute(context, pending, bar)
-    return [row for file in files for row in _load(file)]
+    return [row for job, file in zip(jobs, files) for row in _stored(job, file)]
 
 
 def _compute(context: Context, pending: Sequence[tuple[Job, Path]], bar: tqdm) -> None:
@@ -88,22 +88,30 @@ def _row_file(context: Context, job: Job) -> Path:
         "function": f"{job.function.__module__}.{job.function.__qualname__}",
         "arguments": job.arguments,
     }
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return paths.CACHE / "rows" / f"{name}.json"
+    return paths.CACHE / "rows" / f"{_digest(key)}.json"
+
+
+def _stored(job: Job, file: Path) -> Rows:
+    rows = _load(file)
+    if rows is None:
+        raise UserError(f"the row '{job.name}' was removed or altered while others were computed: run the command again")
+    return rows
 
 
 def _load(file: Path) -> Rows | None:
+    """Stored rows; None if there are none, or not those that were stored."""
     try:
-        return json.loads(file.read_text())["rows"]
-    except (OSError, ValueError, KeyError):
+        stored = json.loads(file.read_bytes())
+        return stored["rows"] if stored["sha256"] == _digest(stored["rows"]) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _store(file: Path, job: Job, rows: Rows, seconds: float) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    half = file.with_suffix(f".{os.getpid()}")
-    try:
-        half.write_text(json.dumps({"name": job.name, "seconds": round(seconds, 2), "rows": rows}))
-        os.replace(half, file)
-    finally:
-        half.unlink(missing_ok=True)
+    content = {"name": job.name, "seconds": round(seconds, 2), "sha256": _digest(rows), "rows": rows}
+    write_whole(file, json.dumps(content).encode())
+
+
+def _digest(value: object) -> str:
+    """sha256 over a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -49,7 +49,8 @@ def recording_digest() -> str:
 
 
 def _sources(packages: Iterable[str]) -> list[Path]:
-    return [file for part in packages for file in sorted((paths.ROOT / "specter_lab" / part).rglob("*.py"))]
+    folders = [paths.ROOT / "specter_lab" / part for part in packages]
+    return [file for folder in folders for kind in ("*.py", "*.toml") for file in sorted(folder.rglob(kind))]
 
 
 def _digest(files: Iterable[Path]) -> str:
@@ -81,8 +82,7 @@ def describe(context: Context, inputs: Mapping[str, str], wall_s: float) -> dict
         "peak_process_gib": round(max(getrusage(who).ru_maxrss for who in (RUSAGE_SELF, RUSAGE_CHILDREN)) / 2**20, 2),
         "question": question_digest(context, inputs),
         "code_sha256": code_digest(context.experiment),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
+        **_version(),
         "inputs": {shown_name(name): digest for name, digest in inputs.items()},
         "machine": _machine(),
         "packages": _packages(),
@@ -124,8 +124,17 @@ def _packages() -> dict[str, str]:
     return found
 
 
+def _version() -> dict:
+    """Commit and whether files differ from it; None where this is no checkout, even inside a repository of another."""
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != paths.ROOT:
+        return {"commit": None, "uncommitted_changes": None}
+    changes = _git("status", "--porcelain")
+    return {"commit": _git("rev-parse", "HEAD"), "uncommitted_changes": None if changes is None else bool(changes)}
+
+
 def _git(*arguments: str) -> str | None:
-    """Output of a git command in the repository; None outside of one."""
+    """Output of a git command in the project's folder; None where that fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=paths.ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -9,10 +9,11 @@ from specter_lab.errors import UserError
 
 TIERS = ("cpu", "gpu", "paper")
 
-# What is measured when the user names no model: zoo models, or the papers' own checkpoints by hub id.
+# What is measured when the user names no model: zoo models, their proxies as deep as the originals (trained by the same
+# recipe, not shipped), or the papers' own checkpoints by hub id.
 DEFAULT_MODELS = {
     "cpu": ("qwen-nano", "phi-nano", "deepseek-nano"),
-    "gpu": ("qwen-nano", "phi-nano", "deepseek-nano"),
+    "gpu": ("qwen-proxy", "phi-proxy", "deepseek-proxy"),
     "paper": ("Qwen/Qwen1.5-MoE-A2.7B", "microsoft/Phi-3.5-MoE-instruct", "deepseek-ai/DeepSeek-V2-Lite"),
 }
 
@@ -55,7 +56,7 @@ EXPERIMENTS = {
         Experiment(
             "specter-expert-explosion", "distinct experts per layer against K, and reuse between windows",
             "Specter", "expert explosion", "specter_lab.experiments.specter.expert_explosion",
-            {"cpu": 3, "paper": None}, aliases=("expert-explosion",),
+            {"cpu": 3, "gpu": None, "paper": None}, aliases=("expert-explosion",),
         ),
         Experiment(
             "specter-memory", "memory of draft and target at 12K context, apart and shared",
@@ -65,22 +66,62 @@ EXPERIMENTS = {
         Experiment(
             "specter-depth", "acceptance of drafted tokens, and the best depth K*",
             "Specter", "depth", "specter_lab.experiments.specter.depth",
-            {"cpu": 5, "paper": None}, aliases=("depth",),
+            {"cpu": 5, "gpu": None, "paper": None}, aliases=("depth",),
         ),
         Experiment(
             "specter-losslessness", "speculative against plain decoding, greedy and sampled",
             "Specter", "losslessness", "specter_lab.experiments.specter.losslessness",
-            {"cpu": 3, "paper": None}, aliases=("losslessness",),
+            {"cpu": 3, "gpu": None, "paper": None}, aliases=("losslessness",),
         ),
         Experiment(
             "specter-dense-vs-moe", "what speculation gains against K under a memory limit, dense and MoE",
             "Specter", "dense against MoE", "specter_lab.experiments.specter.dense_vs_moe",
-            {"cpu": 3, "paper": None}, aliases=("dense-vs-moe",),
+            {"cpu": 3, "gpu": None, "paper": None}, aliases=("dense-vs-moe",),
         ),
         Experiment(
             "specter-latency-breakdown", "share of memory operations in offloaded decoding",
             "Specter", "latency breakdown", "specter_lab.experiments.specter.latency_breakdown",
-            {"cpu": 2, "paper": None}, aliases=("latency-breakdown",),
+            {"cpu": 2, "gpu": None, "paper": None}, aliases=("latency-breakdown",),
+        ),
+        Experiment(
+            "specter-tpot", "TPOT of all offloading systems, three models, five prompt sets, two budgets",
+            "Specter", "TPOT", "specter_lab.experiments.specter.tpot",
+            {"cpu": 5, "paper": None}, aliases=("tpot",),
+        ),
+        Experiment(
+            "specter-hit-rate", "expert hit rates by six definitions, all policies, three budgets, both bounds",
+            "Specter", "hit rate", "specter_lab.experiments.specter.hit_rate",
+            {"cpu": 2, "paper": None}, aliases=("hit-rate",),
+        ),
+        Experiment(
+            "specter-io-hiding", "share of the copies' time that is hidden",
+            "Specter", "I/O hiding", "specter_lab.experiments.specter.io_hiding",
+            {"cpu": 1, "paper": None}, aliases=("io-hiding",),
+        ),
+        Experiment(
+            "specter-batch", "TPOT by two clocks, throughput and working set for 1 to 32 requests",
+            "Specter", "batch", "specter_lab.experiments.specter.batch",
+            {"cpu": 1, "paper": None}, aliases=("batch",),
+        ),
+        Experiment(
+            "specter-ablation", "what each part is worth: cumulative removal and Shapley values, simulated",
+            "Specter", "ablation", "specter_lab.experiments.specter.ablation",
+            {"cpu": 1, "paper": None}, aliases=("ablation",),
+        ),
+        Experiment(
+            "specter-robustness", "TPOT against the precision of the prefetch, simulated; recall of the lookahead, measured",
+            "Specter", "robustness", "specter_lab.experiments.specter.robustness",
+            {"cpu": 2, "paper": None}, aliases=("robustness",),
+        ),
+        Experiment(
+            "specter-timeline", "one round on its streams, simulated; with a trace for Perfetto",
+            "Specter", "timeline", "specter_lab.experiments.specter.timeline",
+            {"cpu": 1, "paper": None}, aliases=("timeline",),
+        ),
+        Experiment(
+            "specter-calibration", "how far the simulator is from the paper, three numbers fitted on half of the cells",
+            "Specter", "all reported times, hit rates and shares", "specter_lab.experiments.specter.calibration",
+            {"cpu": 2, "paper": None}, aliases=("calibration",),
         ),
     )
 }  # fmt: skip
@@ -99,6 +140,7 @@ LABS = {
     row.id: row
     for row in (
         Lab("lab-your-model", "a model of yours: MODEL=... QUANTIZER=... PROMPTS='mine.txt' DEPTH=16 PROFILE=...", 1),
+        Lab("lab-what-if", "sliders: another GPU, budget, depth, policy; MODEL=... PROFILE=... SLOTS=16 DEPTH=8 POLICY=specter", 4),
     )
 }
 

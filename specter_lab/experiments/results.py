@@ -11,17 +11,16 @@ keeps writers and readers apart.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
 import os
 import shutil
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -29,12 +28,13 @@ import pandas as pd
 from specter_lab import paths
 from specter_lab.errors import UserError
 from specter_lab.experiments.claims import Verdict
+from specter_lab.files import locked, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKER = "provenance.json"
-MAX_BYTES = {"rows.csv": 1_000_000, "figure.png": 200_000, "notebook.ipynb": 500_000}
+MAX_BYTES = {"rows.csv": 1_000_000, "figure.png": 200_000, "notebook.ipynb": 500_000, "trace.json.gz": 200_000}
 MAX_SVG_BYTES = 100_000
 DPI_TRIED = (160, 120, 90, 72)
 
@@ -57,14 +57,16 @@ class Result:
 
 
 def write(
-    experiment: str, tier: str, rows: pd.DataFrame, verdicts: Sequence[Verdict], figure: Figure, provenance: Mapping
+    experiment: str, tier: str, rows: pd.DataFrame, verdicts: Sequence[Verdict], figure: Figure, provenance: Mapping,
+    extra: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Result:
-    """Write your result, atomically replacing an older one.
+    """Write your result, atomically replacing an older one; `extra` files lie beside the rows.
 
     Raises:
-        ValueError: rows or figure are larger than a result may be.
+        UserError: rows or figure are larger than a result may be.
     """
     files = {
+        **extra,
         "rows.csv": rows.to_csv(index=False, lineterminator="\n").encode(),
         "claims.json": _json([asdict(verdict) for verdict in verdicts]),
         "figure.png": _png(figure),
@@ -73,7 +75,8 @@ def write(
     if len(svg) <= MAX_SVG_BYTES:
         files["figure.svg"] = svg
     folder = paths.RESULTS / experiment / tier
-    with _locked(folder.parent):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.parent):
         _install(folder, files, provenance)
     return _existing(experiment, tier, paths.RESULTS)
 
@@ -83,7 +86,7 @@ def read(experiment: str, tier: str, root: Path) -> Result | None:
     folder = root / experiment / tier
     if not folder.parent.is_dir():
         return None
-    with _locked(folder.parent):
+    with locked(folder.parent):
         _settle(folder)
         files = _whole(folder)
     if files is None:
@@ -102,27 +105,23 @@ def add_notebook(result: Result, notebook: Path) -> Result:
     """Put the executed notebook into a result, without this machine's paths and times.
 
     Raises:
-        ValueError: the notebook is larger than a result may be.
-        UserError: another run has written this result in the meantime.
+        UserError: the notebook is larger than a result may be, or another run has answered another question in the meantime; the same one is as good.
     """
     content = _portable(notebook)
-    with _locked(result.folder.parent):
+    with locked(result.folder.parent):
         files = _whole(result.folder)
-        if files is None or json.loads(files[MARKER]) != result.provenance:
+        if files is None or not _same_question(provenance := json.loads(files[MARKER]), result.provenance):
             raise UserError(f"another run replaced {result.folder.name} of {result.experiment}: run the command again")
         files["notebook.ipynb"] = content
         files.pop(MARKER, None)
-        _install(result.folder, files, result.provenance)
+        _install(result.folder, files, provenance)
     return _existing(result.experiment, result.tier, paths.RESULTS)
 
 
 def keep_lab_notebook(lab: str, name: str, notebook: Path) -> Path:
     """Keep the executed copy of a lab notebook as `<results>/<lab id>/<name>.ipynb`, in place of an older one."""
     kept = paths.RESULTS / lab / f"{name}.ipynb"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    new = kept.with_name(f".{kept.name}.{os.getpid()}")
-    new.write_bytes(_portable(notebook))
-    os.replace(new, kept)
+    write_whole(kept, _portable(notebook))
     return kept
 
 
@@ -147,7 +146,8 @@ def record(experiment: str, tier: str) -> Result:
         raise UserError(f"no complete {tier} result of {experiment} to record: run `make reproduce-{experiment}` first")
     files = {file.name: file.read_bytes() for file in mine.folder.iterdir() if file.name != MARKER}
     folder = paths.RECORDED / experiment / tier
-    with _locked(folder.parent):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.parent):
         _install(folder, files, mine.provenance)
     return _existing(experiment, tier, paths.RECORDED)
 
@@ -155,15 +155,20 @@ def record(experiment: str, tier: str) -> Result:
 def _existing(experiment: str, tier: str, root: Path) -> Result:
     result = read(experiment, tier, root)
     if result is None:
-        raise OSError(f"{root / experiment / tier} was altered while it was written")
+        raise UserError(f"{root / experiment / tier} was altered while it was written: run the same command again")
     return result
+
+
+def _same_question(one: Mapping, other: Mapping) -> bool:
+    return one == other or one.get("question", one) == other.get("question", other)
 
 
 def _install(folder: Path, files: Mapping[str, bytes], provenance: Mapping) -> None:
     """Write `files` and the marker to `.new`, then rename it into place. The caller holds the lock."""
     for name, limit in MAX_BYTES.items():
         if len(files.get(name, b"")) > limit:
-            raise ValueError(f"{folder.parent.name}: {name} has {len(files[name]):,} bytes, {limit:,} are allowed")
+            raise UserError(f"{folder.parent.name}: {name} has {len(files[name]):,} bytes, {limit:,} are allowed: ask for "
+                            f"fewer models at once; the rows are kept")  # fmt: skip
     new, old = _beside(folder)
     _settle(folder)
     shutil.rmtree(new, ignore_errors=True)
@@ -203,23 +208,11 @@ def _whole(folder: Path) -> dict[str, bytes] | None:
         marker = (folder / MARKER).read_bytes()
         hashes = json.loads(marker)["files"]
         files = {name: (folder / name).read_bytes() for name in hashes}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     if any(_sha256(content) != hashes[name] for name, content in files.items()):
         return None
     return {**files, MARKER: marker}
-
-
-@contextmanager
-def _locked(parent: Path) -> Iterator[None]:
-    """Hold the lock of an experiment's folder; the kernel releases it when the holder dies."""
-    parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(parent, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _png(figure: Figure) -> bytes:

@@ -10,7 +10,7 @@ from specter_lab import paths
 from specter_lab.errors import UserError
 from specter_lab.experiments import results
 from specter_lab.experiments.claims import Setting, claims_digest, judge_all
-from specter_lab.experiments.context import Context
+from specter_lab.experiments.context import Context, check_seed
 from specter_lab.experiments.provenance import describe, gpu_name, question_digest
 from specter_lab.experiments.registry import DEFAULT_MODELS, TIERS, check_tier, find
 from specter_lab.experiments.results import Result
@@ -43,14 +43,15 @@ def run(
     module = import_module(find(experiment).module)
     inputs = module.inputs(context) | {"claims": claims_digest(context.experiment)}
     mine = results.read(context.experiment, context.folder_name, paths.RESULTS)
-    if mine and not fresh and mine.provenance["question"] == question_digest(context, inputs):
+    if mine and not fresh and mine.provenance.get("question") == question_digest(context, inputs):
         return mine
     start = time.monotonic()
     rows = module.run(context)
     setting = Setting(tier, own_models=context.folder_name != tier, gpu=gpu_name())
     verdicts = judge_all(context.experiment, module.claims(rows), setting)
     provenance = describe(context, inputs, wall_s=time.monotonic() - start)
-    return results.write(context.experiment, context.folder_name, rows, verdicts, module.plot(rows), provenance)
+    extra = module.files(rows) if hasattr(module, "files") else {}
+    return results.write(context.experiment, context.folder_name, rows, verdicts, module.plot(rows), provenance, extra)
 
 
 def load_or_run(experiment: str, *, tier: str = "cpu", seed: int = 0, models: Sequence[str] = ()) -> Result:
@@ -65,7 +66,7 @@ def load_or_run(experiment: str, *, tier: str = "cpu", seed: int = 0, models: Se
     shown = [shown_name(model) for model in context.models]
     for root in (paths.RESULTS, paths.RECORDED):
         result = results.read(context.experiment, context.folder_name, root)
-        if result and (result.provenance["seed"], result.provenance["models"]) == (seed, shown):
+        if result and (result.provenance.get("seed"), result.provenance.get("models")) == (seed, shown):
             return result
     return run(experiment, tier=tier, seed=seed, models=models)
 
@@ -73,12 +74,13 @@ def load_or_run(experiment: str, *, tier: str = "cpu", seed: int = 0, models: Se
 def context_for(
     experiment: str, *, tier: str, seed: int, fresh: bool = False, models: Sequence[str] = (), runner: str = "local"
 ) -> Context:
-    """The context of a run. Raises UserError for an unknown experiment or tier."""
+    """The context of a run. Raises UserError for an unknown experiment or tier, or a seed that is none."""
     row = find(experiment)
     if tier not in TIERS:
         raise UserError(f"no tier '{tier}': give one of {', '.join(TIERS)}")
     check_tier(row, tier)
+    check_seed(seed)
     names = [shown_name(model) for model in models]
     if len(set(names)) < len(names):
         raise UserError(f"two of the models are called '{max(names, key=names.count)}': rename one of the folders")
-    return Context(row.id, tier, seed, tuple(models) or DEFAULT_MODELS[tier], fresh, paths.CACHE, runner)
+    return Context(row.id, tier, seed, tuple(models) or DEFAULT_MODELS[tier], fresh, runner)

@@ -18,6 +18,7 @@ from specter_lab.experiments.results import Result
 from specter_lab.experiments.run import run
 
 NOTEBOOKS = paths.ROOT / "notebooks"
+KERNEL_START_S = 600  # seconds are usual; a machine at work may take minutes
 
 
 def reproduce(
@@ -110,10 +111,14 @@ def _execute(notebook: Path, folder: Path, parameters: dict) -> Path:
     from traitlets.config import Config
 
     executed = folder / notebook.name
+    settings = Config(
+        KernelManager={"transport": "ipc", "connection_file": str(folder / "k.json")},  # no network, no home folder
+        NotebookClient={"extra_arguments": ["--IPKernelApp.log_level=50"]},  # it logs its own stack trace at Ctrl-C
+    )
     try:
         papermill.execute_notebook(
             notebook, executed, parameters, kernel_name="python3", language="python", progress_bar=False,
-            cwd=paths.ROOT, config=Config(KernelManager={"transport": "ipc"}),
+            start_timeout=KERNEL_START_S, config=settings,
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:
         if error.ename == UserError.__name__:
@@ -126,6 +131,11 @@ def _execute(notebook: Path, folder: Path, parameters: dict) -> Path:
         raise UserError(
             f"notebooks/{notebook.name} was stopped (Ctrl-C, or not enough memory): run the same command again, "
             f"finished rows are kept"
+        ) from error
+    except RuntimeError as error:  # jupyter's only word for a kernel that did not answer, or died before it could
+        raise UserError(
+            f"the kernel of notebooks/{notebook.name} did not start ({error}): close other programs and run the same "
+            f"command again; rows, claims and figure of the run are written"
         ) from error
     return executed
 

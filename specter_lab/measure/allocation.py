@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specter_lab.compress.int4 import quantize_bank
-from specter_lab.measure.prefix import prefill
 from specter_lab.models.anatomy import parameters_by_part
 from specter_lab.models.experts import ExpertBank, read_banks
 
@@ -29,7 +28,7 @@ def allocated_bytes(model: PreTrainedModel, context_tokens: int, shared: Collect
     parts = parameters_by_part(model)
     ids = torch.zeros(1, context_tokens, dtype=torch.long, device=model.device)
     with torch.inference_mode():
-        cache = prefill(model, ids).cache
+        cache = model.model(input_ids=ids, use_cache=True).cache
     experts = parts.pop("routed_experts")
     both = {
         "shared experts": parts.pop("shared_experts"),

@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specter_lab.errors import UserError
 from specter_lab.measure.capture import ForwardRouting, forward_with_routing, join
+from specter_lab.measure.kv_memory import empty_cache, expanding_once, take_columns
 from specter_lab.measure.sampling import distribution, sample
 
 
@@ -40,9 +41,7 @@ class Prefix:
         width = int(self.lengths.max())
         columns = end[:, None] - width + torch.arange(width, device=end.device)  # [B, S], negative where masked
         for layer in self.cache.layers:
-            where = columns.clamp_min(0)[:, None, :, None]
-            layer.keys = torch.take_along_dim(layer.keys, where, dim=2)
-            layer.values = torch.take_along_dim(layer.values, where, dim=2)
+            layer.keys, layer.values = (take_columns(held, columns.clamp_min(0)) for held in (layer.keys, layer.values))
 
     def rows(self, chosen: Tensor) -> Prefix:
         """An independent prefix of some rows [N], each as often as it is named."""
@@ -59,8 +58,9 @@ class Prefix:
 
 def prefill(target: PreTrainedModel, ids: Tensor) -> Prefix:
     """The target's prefix after reading ids [B, S]."""
-    cache = DynamicCache(config=target.config)
-    target.model(input_ids=ids, cache=cache, use_cache=True)
+    cache = empty_cache(target)
+    with expanding_once(target, cache):
+        target.model(input_ids=ids, cache=cache, use_cache=True)
     return Prefix(cache, torch.full((len(ids),), ids.shape[1], device=ids.device))
 
 
@@ -73,17 +73,18 @@ def read(model: PreTrainedModel, prefix: Prefix, inputs: Tensor) -> tuple[Tensor
     batch, new = inputs.shape
     first_column = prefix.cache.get_seq_length() - prefix.lengths  # [B]
     columns = torch.arange(prefix.cache.get_seq_length() + new, device=inputs.device)  # [S + T]
-    output, routing = forward_with_routing(
-        model,
-        lambda: model(
-            input_ids=inputs,
-            attention_mask=columns >= first_column[:, None],
-            position_ids=prefix.lengths[:, None] + torch.arange(new, device=inputs.device),
-            cache=prefix.cache,
-            use_cache=True,
-        ),
-        torch.arange(batch * new),
-    )
+    with expanding_once(model, prefix.cache):
+        output, routing = forward_with_routing(
+            model,
+            lambda: model(
+                input_ids=inputs,
+                attention_mask=columns >= first_column[:, None],
+                position_ids=prefix.lengths[:, None] + torch.arange(new, device=inputs.device),
+                cache=prefix.cache,
+                use_cache=True,
+            ),
+            torch.arange(batch * new),
+        )
     if output.logits.isnan().any():
         raise UserError(f"the output of the {model.config.model_type} model is NaN: its weights are damaged or "
                         f"overflow in {model.dtype}; load them again, in float32 or bfloat16")  # fmt: skip

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specter_lab.errors import UserError
+from specter_lab.files import whole_file
 
 SCHEMA_VERSION = 1
 HEADER_KEY = b"specter_lab.trace"
@@ -96,15 +96,11 @@ def write_trace(trace: Trace, path: Path) -> None:
     columns = {name: _to_arrow(values) for name, values in _columns(trace).items()}
     header = _header(trace) | {"content_sha256": content_hash(trace)}
     table = pa.table(columns).replace_schema_metadata({HEADER_KEY: json.dumps(header)})
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, partial, compression="zstd", use_dictionary=["experts.list.element"])
-        os.replace(partial, path)
+        with whole_file(path) as half:
+            pq.write_table(table, half, compression="zstd", use_dictionary=["experts.list.element"])
     except OSError as error:
         raise UserError(f"cannot write the trace {path} ({error}): free some space or set SPECTER_LAB_OUT") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_trace(path: Path, *, model_digest: str | None = None) -> Trace:

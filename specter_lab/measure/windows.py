@@ -16,8 +16,8 @@ itself as small models do greedily, every window is still drafted and verified g
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from specter_lab.errors import UserError
+from specter_lab.files import whole_file
 from specter_lab.measure.capture import ForwardRouting
 from specter_lab.measure.prefix import Prefix, read, write
 from specter_lab.measure.sampling import GREEDY, accepted_length
@@ -159,26 +160,22 @@ def _windows_of_request(
 
 
 def write_windows(windows: Windows, path: Path, *, model_digest: str) -> None:
-    """Store windows in one safetensors file, atomically; `model_digest` says whose they are."""
-    arrays = {f.name: getattr(windows, f.name) for f in fields(windows)}
+    """Store windows in one safetensors file, whole or not at all; `model_digest` says whose they are."""
+    fields_of = {f.name: getattr(windows, f.name) for f in fields(windows)}
+    arrays = {name: np.ascontiguousarray(a) for name, a in fields_of.items() if isinstance(a, np.ndarray)}
     header = {
         "schema_version": str(SCHEMA_VERSION), "model_digest": model_digest, "num_experts": str(windows.num_experts),
-        "prompt_set": json.dumps(windows.prompt_set),
+        "prompt_set": json.dumps(windows.prompt_set), "content": _content_digest(arrays),
     }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_suffix(f".{os.getpid()}")
-    try:
-        save_file({n: np.ascontiguousarray(a) for n, a in arrays.items() if isinstance(a, np.ndarray)}, half, header)
-        os.replace(half, path)
-    finally:
-        half.unlink(missing_ok=True)
+    with whole_file(path) as half:
+        save_file(arrays, half, header)
 
 
 def read_windows(path: Path, *, model_digest: str | None = None) -> Windows:
     """Windows from `write_windows`.
 
     Raises:
-        UserError: not such a file, another schema version, or windows of another model than `model_digest` names.
+        UserError: not such a file, another schema version, altered, or of another model than `model_digest` names.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -188,7 +185,17 @@ def read_windows(path: Path, *, model_digest: str | None = None) -> Windows:
     if header.get("schema_version") != str(SCHEMA_VERSION):
         raise UserError(f"{path} has windows schema version {header.get('schema_version')}, this program reads "
                         f"{SCHEMA_VERSION}: record it again")  # fmt: skip
+    if header.get("content") != _content_digest(arrays):
+        raise UserError(f"{path} has been altered since it was written: delete it and record it again")
     if model_digest not in (None, header["model_digest"]):
         raise UserError(f"{path} holds windows of another model ({header['model_digest'][:12]}, not "
                         f"{model_digest[:12]}): record them for this one")  # fmt: skip
     return Windows(int(header["num_experts"]), **arrays, prompt_set=tuple(json.loads(header["prompt_set"])))
+
+
+def _content_digest(arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(arrays[name].tobytes())
+    return digest.hexdigest()

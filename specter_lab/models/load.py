@@ -10,11 +10,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )  # fmt: skip
 from transformers.utils.logging import disable_progress_bar
 
 from specter_lab.errors import UserError
+from specter_lab.files import sha256_of
 from specter_lab.models.adapters import Adapter, adapter_for
 from specter_lab.models.geometry import GEOMETRY
 from specter_lab.paths import ZOO
@@ -22,6 +28,7 @@ from specter_lab.paths import ZOO
 disable_progress_bar()  # one bar per loaded model would bury the experiment's own
 
 ZOO_MODELS = ("qwen-nano", "phi-nano", "deepseek-nano", "dense-nano")
+PROXIES = ("qwen-proxy", "phi-proxy", "deepseek-proxy")  # as deep as the originals; trained by the user, not shipped
 DECIDING_FILES = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # beside the weights
 MANIFEST = "MANIFEST.json"  # file name -> sha256, beside the weights of every zoo model
 
@@ -47,15 +54,18 @@ class LoadedModel:
 
 
 def resolve(name: str) -> Path:
-    """Local folder of a zoo model, a path, or a hub id (downloaded, or found in the hub cache when offline).
+    """Local folder of a zoo model or proxy, a path, or a hub id (downloaded, or found in the hub cache when offline).
 
     Raises:
         UserError: nothing by that name can be found here.
     """
-    if name in ZOO_MODELS:
+    if name in ZOO_MODELS or name in PROXIES and (ZOO / name).is_dir():
         return ZOO / name
     if Path(name).is_dir():
         return Path(name)
+    if name in PROXIES:
+        raise UserError(f"{name} is not in data/zoo: proxies are trained, not shipped; on a CUDA GPU `.venv/bin/python -m "
+                        f"specter_lab.models.zoo.train {name}` makes it, or name models you have (MODELS=path/to/folder)")  # fmt: skip
     if "/" not in name or name.startswith((".", "/")):
         raise UserError(f"no model '{name}': give one of {', '.join(ZOO_MODELS)}, a folder, or a hub id like 'org/name'")
     from huggingface_hub import snapshot_download
@@ -72,15 +82,6 @@ def resolve(name: str) -> Path:
 def shown_name(model: str) -> str:
     """What a model is called in rows and figures: a folder by its last name, everything else as given."""
     return Path(model).resolve().name if Path(model).is_dir() else model
-
-
-def sha256_of(path: Path) -> str:
-    """sha256 of a file, hexadecimal. Raises UserError when there is none."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing: restore it (`git checkout` for a file of this project)") from error
 
 
 def checkpoint_digest(folder: Path) -> str:

@@ -4,11 +4,13 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,7 +28,7 @@ from specter_lab.models.experts import read_banks, with_experts
 from specter_lab.models.load import load
 from specter_lab.models.routing import observe_routing
 from specter_lab.models.zoo.shapes import SHAPES
-from specter_lab.paths import ZOO
+from specter_lab.paths import ROOT, ZOO
 
 needs_gptqmodel = pytest.mark.skipif(
     not_run_reason("gptqmodel-gptq", "qwen2_moe") is not None, reason="gptqmodel is not installed"
@@ -293,3 +295,16 @@ def test_norms_of_another_model_are_refused(models, tmp_path):
     save_file(tensors, tmp_path / WEIGHTS)
     with pytest.raises(UserError, match="layer 0: the norm in"):
         folded_scales(source.path, tmp_path)
+
+
+def test_a_job_does_not_outlive_its_parent(tmp_path):
+    """Kill -9 of the process that started it: nobody could use what it makes."""
+    job = "import time; from specter_lab.compress.job import exit_after; exit_after(lambda: time.sleep(600))"
+    parent = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {job!r}]); print(p.pid, flush=True); p.wait()"
+    run = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(run.stdout.readline()))
+    time.sleep(2)  # the job reads its parent's number when it starts
+    run.kill()
+    run.communicate()
+    psutil.wait_procs([child], timeout=60)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch.nn.functional import silu
 
 from specter_lab.compress import gguf, gptq, int4, quantizers, rtn
-from specter_lab.compress.cache import build_once
+from specter_lab.compress.cache import build_once, verify_manifest
 from specter_lab.compress.checkpoint import load_quantized
 from specter_lab.compress.gptq import LayerInputs
 from specter_lab.compress.quantizers import QUANTIZERS, not_run_reason, quantize
@@ -64,8 +64,10 @@ def test_whatever_decides_the_content_decides_the_name(qwen, ids, tmp_path, monk
 
 @pytest.mark.parametrize("name", ["gptq-int4-batched", "gguf-q3_k", "rtn-int2"])
 def test_the_same_files_twice(qwen, ids, tmp_path, name):
-    manifests = [quantize(qwen, name, ids, tmp_path / run) / "MANIFEST.json" for run in ("a", "b")]
-    assert manifests[0].read_text() == manifests[1].read_text()
+    folders = [quantize(qwen, name, ids, tmp_path / run) for run in ("a", "b")]
+    first, second = (json.loads((folder / "MANIFEST.json").read_text()) for folder in folders)
+    assert first.pop("report.json") and second.pop("report.json")  # says how long it took
+    assert first == second
 
 
 @pytest.mark.parametrize("name", ["rtn-int4", "gguf-q4_0"])
@@ -196,3 +198,28 @@ def test_two_at_once_build_once(tmp_path):
     for thread in threads:
         thread.join()
     assert len(builds) == 1
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "lost", "manifest lost", "manifest empty"])
+def test_a_damaged_entry_is_built_again(tmp_path, damage):
+    builds = []
+
+    def build(folder):
+        builds.append(folder)
+        (folder / "report.json").write_bytes(b"report")
+
+    file = build_once(tmp_path / "entry", build) / ("MANIFEST.json" if "manifest" in damage else "report.json")
+    assert build_once(tmp_path / "entry", build) and len(builds) == 1
+    if "lost" in damage:
+        file.unlink()
+    else:
+        file.write_bytes({"flipped": b"rePort", "truncated": b"repo"}.get(damage, b""))
+    assert (build_once(tmp_path / "entry", build) / "report.json").read_bytes() == b"report" and len(builds) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"report.json": "0"}'])
+def test_a_damaged_manifest_is_one_sentence(tmp_path, content):
+    folder = build_once(tmp_path / "entry", lambda folder: (folder / "report.json").write_text("{}"))
+    (folder / "MANIFEST.json").write_text(content)
+    with pytest.raises(UserError, match="delete .*entry and make or fetch it again"):
+        verify_manifest(folder)

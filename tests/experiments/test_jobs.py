@@ -24,7 +24,7 @@ CLI = (
 
 
 def context(seed=0, fresh=False):
-    return Context(toy.TOY.id, "cpu", seed, (), fresh, paths.CACHE)
+    return Context(toy.TOY.id, "cpu", seed, (), fresh)
 
 
 def start_cli(tmp_path, **environment):
@@ -65,12 +65,22 @@ def test_the_cache_key_is_everything_that_decides_a_row(log):
     assert started(log) == {"0": 3}
 
 
-def test_a_damaged_row_is_computed_again(log):
-    rows = jobs.run(context(), toy.squares(context(), count=1))
+@pytest.mark.parametrize("damage", ["truncated", "empty", "no JSON object", "one digit"])
+def test_a_damaged_row_is_computed_again(log, damage):
+    rows = jobs.run(context(seed=3), toy.squares(context(seed=3), count=1))
     (file,) = (paths.CACHE / "rows").glob("*.json")
-    file.write_text(file.read_text()[:-4])
-    assert jobs.run(context(), toy.squares(context(), count=1)) == rows
+    text = file.read_text()
+    damaged = {"truncated": text[:-4], "empty": "", "no JSON object": "[]", "one digit": text.replace("0.3", "0.7")}
+    assert damaged[damage] != text
+    file.write_text(damaged[damage])
+    assert jobs.run(context(seed=3), toy.squares(context(seed=3), count=1)) == rows
     assert started(log) == {"0": 2}
+
+
+def test_a_row_that_is_removed_meanwhile_is_one_sentence(log, monkeypatch):
+    monkeypatch.setattr(jobs, "_compute", lambda context, pending, bar: None)
+    with pytest.raises(UserError, match="the row 'square of 0' was removed or altered .* run the command again"):
+        jobs.run(context(), toy.squares(context()))
 
 
 def test_an_error_names_its_row_and_the_rows_before_it_are_kept(log, monkeypatch):
@@ -120,18 +130,35 @@ def test_a_worker_that_is_killed_is_reported(log, tmp_path):
     assert "lack of memory" in stderr and "Traceback" not in stderr
 
 
-def test_a_full_disk_is_one_sentence_and_no_result(log, tmp_path):
+@pytest.fixture
+def disk(tmp_path):
+    """Mounts a disk of its own, with options."""
     disk = tmp_path / "small-disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("a small disk can be mounted by root only")
-    try:
-        (disk / "filler").write_bytes(bytes(40_000))
-        run = start_cli(tmp_path, SPECTER_LAB_OUT=str(disk))
-        _, stderr = run.communicate(timeout=60)
-        assert run.returncode == 2, stderr
-        assert "the disk is full" in stderr and "Traceback" not in stderr
-        assert not list(disk.glob("results/toy-squares/*"))
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+
+    def mount(options):
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+            pytest.skip("a disk can be mounted by root only")
+        return disk
+
+    yield mount
+    subprocess.run(["umount", str(disk)], capture_output=True)
+
+
+def test_a_full_disk_is_one_sentence_and_no_result(log, tmp_path, disk):
+    small = disk("size=64k")
+    (small / "filler").write_bytes(bytes(40_000))
+    run = start_cli(tmp_path, SPECTER_LAB_OUT=str(small))
+    _, stderr = run.communicate(timeout=180)
+    assert run.returncode == 2, stderr
+    assert "the disk is full" in stderr and "Traceback" not in stderr
+    assert not list(small.glob("results/toy-squares/*"))
+
+
+def test_a_read_only_output_folder_is_one_sentence(log, tmp_path, disk):
+    run = start_cli(tmp_path, SPECTER_LAB_OUT=str(disk("ro")))
+    _, stderr = run.communicate(timeout=180)
+    assert run.returncode == 2, stderr
+    assert "Read-only file system: give yourself access to it, or set SPECTER_LAB_OUT" in stderr
+    assert "Traceback" not in stderr

@@ -21,7 +21,7 @@ needs_ray = pytest.mark.usefixtures("cluster")
 
 
 def context():
-    return Context(toy.TOY.id, "cpu", 0, (), False, paths.CACHE, runner="ray")
+    return Context(toy.TOY.id, "cpu", 0, (), False, runner="ray")
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,9 @@ def test_the_same_content_gives_the_same_bytes(out):
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_result(out):
     """Twenty writers are killed with SIGKILL while they replace a result over and over."""
+    begin = time.monotonic()
     results.write("e", "cpu", *content(0))
+    write_s = time.monotonic() - begin
     dice, newest = random.Random(0), 0
     for _ in range(20):
         child = os.fork()
@@ -70,7 +72,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_result(out):
             while True:
                 for each in prepared:
                     results.write("e", "cpu", *each)
-        time.sleep(0.1 + 0.2 * dice.random())
+        time.sleep(write_s * (2 + 3 * dice.random()))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         found = versions(latest("e", "cpu"))
@@ -132,6 +134,24 @@ def test_the_notebook_carries_no_paths_and_times_of_this_machine(out, tmp_path):
 
 def test_a_result_has_its_limits(out):
     rows, *rest = content(1)
-    with pytest.raises(ValueError, match="rows.csv has 1,"):
+    with pytest.raises(UserError, match="rows.csv has 1,.*: ask for fewer models"):
         results.write("e", "cpu", pd.concat([rows] * 1200), *rest)
+    assert latest("e", "cpu") is None
+
+
+def test_two_runs_of_the_same_question_do_not_disturb_each_other(out, tmp_path):
+    *rest, provenance = content(1)
+    first = results.write("e", "cpu", *rest, provenance | {"question": "q", "finished": 1})
+    results.write("e", "cpu", *rest, provenance | {"question": "q", "finished": 2})
+    kept = results.add_notebook(first, notebook(tmp_path / "n.ipynb"))
+    assert kept.provenance["finished"] == 2 and (kept.folder / "notebook.ipynb").exists()
+    results.write("e", "cpu", *rest, provenance | {"question": "another"})
+    with pytest.raises(UserError, match="another run replaced cpu of e: run the command again"):
+        results.add_notebook(first, notebook(tmp_path / "n.ipynb"))
+
+
+@pytest.mark.parametrize("marker", ["", "[]", "null", '{"files": 7}', '{"files": {"": "x"}}'])
+def test_a_damaged_marker_is_no_result(out, marker):
+    folder = results.write("e", "cpu", *content(1)).folder
+    (folder / "provenance.json").write_text(marker)
     assert latest("e", "cpu") is None

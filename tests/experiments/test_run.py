@@ -9,7 +9,7 @@ import pytest
 from specter_lab import paths
 from specter_lab.cli import main
 from specter_lab.errors import UserError
-from specter_lab.experiments import compare, results, runner
+from specter_lab.experiments import compare, provenance, results, runner
 from specter_lab.experiments.run import run
 from tests.experiments.toy import started
 
@@ -79,12 +79,49 @@ def test_an_error_for_the_user_comes_out_of_a_notebook_as_one_sentence(log, note
 
 
 @pytest.mark.parametrize(
+    "kernel, why", [("import time; time.sleep(600)", "didn't respond in 2 seconds"), ("raise SystemExit", "died before")]
+)
+def test_a_kernel_that_does_not_start_is_one_sentence(log, notebook, tmp_path, monkeypatch, kernel, why):
+    notebook(RUN)
+    (tmp_path / "ipykernel_launcher.py").write_text(kernel)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(runner, "KERNEL_START_S", 2)
+    with pytest.raises(UserError, match=f"the kernel of notebooks/toy-squares.ipynb did not start .*{why}.*: close other"):
+        runner.reproduce("toy-squares")
+    assert results.read("toy-squares", "cpu", paths.RESULTS) is not None, "the run itself is kept"
+
+
+def test_the_kernel_needs_no_home_and_runs_where_the_command_does(log, notebook, tmp_path, monkeypatch):
+    """Relative paths to models and output stay right; a home folder may be missing, or its path too long for sockets."""
+    notebook("import os\nprint('in', os.path.basename(os.getcwd()))")
+    monkeypatch.setenv("HOME", str(tmp_path / ("long" * 30)))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert "in here" in (runner.reproduce("toy-squares").folder / "notebook.ipynb").read_text()
+
+
+def test_provenance_names_no_commit_of_a_repository_around_the_project(tmp_path, monkeypatch):
+    for command in (["init"], ["-c", "user.name=n", "-c", "user.email=e", "commit", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "unpacked").mkdir()
+    monkeypatch.setattr(paths, "ROOT", tmp_path / "unpacked")
+    assert provenance._version() == {"commit": None, "uncommitted_changes": None}
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    assert len(provenance._version()["commit"]) == 40
+    monkeypatch.setenv("PATH", "")
+    assert provenance._version() == {"commit": None, "uncommitted_changes": None}
+
+
+@pytest.mark.parametrize(
     "arguments, sentence",
     [
+        (["reproduce", "table1", "--seed", "-1"], "a seed of -1 is not used here: give a whole number from 0 to 4294967295"),
+        (["reproduce", "table1", "--seed", str(2**32)], "a seed of 4294967296 is not used here"),
         (["reproduce", "specter-tabel1"], "no experiment 'specter-tabel1': did you mean specter-table1"),
         (["reproduce", "tabel1"], "did you mean table1"),
         (["reproduce", "zzz"], "`make help` lists them all"),
         (["reproduce", "table1", "--tier", "gpu"], "specter-table1 has no 'gpu' tier: give cpu or paper"),
+        (["reproduce", "depth", "--tier", "gpu"], "qwen-proxy is not in data/zoo: proxies are trained, not shipped; on a"),
         (["reproduce", "table1", "--tier", "tpu"], "no tier 'tpu': give one of cpu, gpu, paper"),
         (["record", "routing-match"], "no complete cpu result of specter-routing-match to record"),
     ],

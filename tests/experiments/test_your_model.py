@@ -15,7 +15,7 @@ from specter_lab.errors import UserError
 from specter_lab.experiments import runner
 from specter_lab.experiments.lab.figure import plot
 from specter_lab.experiments.lab.prediction import predict, slots_that_fit
-from specter_lab.experiments.lab.your_model import measure_model
+from specter_lab.experiments.lab.your_model import ask, measure_model
 from specter_lab.measure.speculate import Rounds
 from specter_lab.measure.trace import DECODE, Origin, Trace
 from specter_lab.models.anatomy import anatomy_of
@@ -115,6 +115,12 @@ def test_bad_input_is_one_sentence(checkpoints, out, tmp_path, capsys, text, opt
 @pytest.fixture(scope="module")
 def qwen():
     return anatomy_of("Qwen1.5-MoE-A2.7B")
+
+
+def test_a_seed_is_a_number_that_every_generator_takes():
+    for seed in (-1, 2**32, 0.5):
+        with pytest.raises(UserError, match="give a whole number from 0 to 4294967295"):
+            ask("phi-nano", ["mathematics"], requests=1, seed=seed)
 
 
 def test_slots_are_what_memory_leaves(qwen):

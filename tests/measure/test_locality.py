@@ -4,7 +4,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specter_lab.measure.locality import last_uses, lru_held, lru_residents, reuse_distances, uniform_reuse, window_reuse
+from specter_lab.measure.locality import (
+    last_uses,
+    lru_held,
+    lru_residents,
+    reuse_distances,
+    uniform_reuse,
+    window_reuse,
+)
 from tests.measure.test_explosion import make_trace
 
 

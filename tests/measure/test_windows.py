@@ -123,6 +123,10 @@ def test_other_files_are_refused(windows, tmp_path):
     save_file(arrays, path, header | {"schema_version": str(SCHEMA_VERSION + 1)})
     with pytest.raises(UserError, match=f"schema version {SCHEMA_VERSION + 1}, this program reads {SCHEMA_VERSION}"):
         read_windows(path)
+    arrays["accepted"] = arrays["accepted"] + 1
+    save_file(arrays, path, header)
+    with pytest.raises(UserError, match="altered since it was written"):
+        read_windows(path)
     path.write_text(json.dumps({"not": "safetensors"}))
     with pytest.raises(UserError, match="not a readable windows file .*: delete it and record it again"):
         read_windows(path)

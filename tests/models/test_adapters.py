@@ -25,6 +25,7 @@ from specter_lab.models.experts import read_banks, with_experts
 from specter_lab.models.load import load
 from tests.models.foreign import CONFIGS, EXPERTS, MOE_LAYERS, save
 
+
 @pytest.fixture(scope="module", params=CONFIGS)
 def source(request, tmp_path_factory):
     return load(str(save(request.param, tmp_path_factory.mktemp("foreign") / request.param)))

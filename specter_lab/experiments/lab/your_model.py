@@ -21,6 +21,7 @@ from specter_lab import paths
 from specter_lab.compress.checkpoint import QuantizedExperts, load_quantized
 from specter_lab.compress.quantizers import QUANTIZERS
 from specter_lab.errors import UserError
+from specter_lab.experiments.context import check_seed
 from specter_lab.experiments.lab.prediction import predict, slots_that_fit
 from specter_lab.experiments.lab.report import Estimate, ExplosionRow, Report, Subject
 from specter_lab.experiments.specter.routing import Question, quantized
@@ -129,6 +130,7 @@ def ask(
     Raises:
         UserError: as `measure_model`; prompts longer than the context are named.
     """
+    check_seed(seed)
     texts = gather(prompts, requests, seed)
     source = load(model, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
     question = Question(source, tokenize(texts, source.tokenizer, max_tokens), seed)

@@ -22,11 +22,7 @@ from specter_lab.measure.prompts import PROMPT_SETS
 from specter_lab.paths import CACHE
 
 REQUESTS_PER_SET = 200  # five sets: 1000 requests
-
-
-def inputs(context: Context) -> dict[str, str]:
-    """Models and texts read, name -> sha256."""
-    return routing.inputs(context.models)
+inputs = routing.inputs_of
 
 
 def run(context: Context) -> pd.DataFrame:

@@ -11,11 +11,14 @@ for, and from it K* = argmin TPOT under three definitions of TPOT (`plan.depth`)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specter_lab.compress.quantizers import not_run_reason
 from specter_lab.errors import UserError
@@ -56,7 +59,7 @@ DEPTHS = (2, 4, 6, 8, 12, 16, 20, 24, 32)
 DRAFT = "gptq-int4-batched"
 QUANTIZERS = (DRAFT, "gguf-q4_k", "rtn-int8", "rtn-int4", "rtn-int3", "rtn-int2")
 PREFIXES = (4, 8, 16, 32, 64, routing.MAX_TOKENS)  # tokens
-SIDE_DEPTH, SIDE_TOKENS = 16, 64  # of the comparisons by quantiser and by prefix length, greedy
+SIDE_DEPTH, SIDE_TOKENS = 16, 32  # of the comparisons by quantiser and by prefix length, greedy
 
 
 def inputs(context: Context) -> dict[str, str]:
@@ -76,8 +79,8 @@ def run(context: Context) -> pd.DataFrame:
             f"{model}, {name}", function,
             {"model": model, "digest": routing.inputs_digest(model), "seed": context.seed} | arguments, cost,
         )
+        for model in context.models  # one after the other: a process keeps the model it has loaded, and its draft
         for function, name, arguments, cost in work
-        for model in context.models
     ]))  # fmt: skip
 
 
@@ -85,8 +88,7 @@ def measure_depths(model: str, digest: str, seed: int, temperature: float, new_t
     """All depths at one temperature. `digest` is here, and below, to name what is read in the cache key."""
     question = routing.ask(model, POOL_PER_SET, seed)
     prompts, sets = prompts_of(question, PREFIX_TOKENS)
-    target = question.source.model
-    draft = with_experts(target, routing.quantized(question, DRAFT, CACHE).banks)
+    target, draft = question.source.model, draft_of(model, seed, DRAFT, CACHE)
     rounds = {
         depth: speculative_decode(
             target, draft, prompts, new_tokens=new_tokens, depth=depth, temperature=temperature, seed=seed
@@ -128,13 +130,18 @@ def measure_prefixes(model: str, digest: str, seed: int) -> jobs.Rows:
     """Greedy acceptance after prefixes of different lengths of the same requests."""
     question = routing.ask(model, POOL_PER_SET, seed)
     prompts, _ = prompts_of(question, max(PREFIXES))
-    target = question.source.model
-    draft = with_experts(target, routing.quantized(question, DRAFT, CACHE).banks)
-    rows = []
+    target, draft, rows = question.source.model, draft_of(model, seed, DRAFT, CACHE), []
     for length in PREFIXES:
         decoded = speculative_decode(target, draft, prompts[:, :length], new_tokens=SIDE_TOKENS, depth=SIDE_DEPTH)
         rows.append({"by": PREFIX, "item": length} | _acceptance(decoded.rounds, seed))
     return _named(model, question, rows, temperature=GREEDY, new_tokens=SIDE_TOKENS, quantizer=DRAFT)
+
+
+@lru_cache(maxsize=1)
+def draft_of(model: str, seed: int, quantizer: str, cache_dir: Path) -> PreTrainedModel:
+    """A model with quantised experts; the last one asked for is kept."""
+    question = routing.ask(model, POOL_PER_SET, seed)
+    return with_experts(question.source.model, routing.quantized(question, quantizer, cache_dir).banks)
 
 
 def prompts_of(question: routing.Question, prefix_tokens: int) -> tuple[Tensor, np.ndarray]:

@@ -35,11 +35,7 @@ TEMPERATURES = {GREEDY: 0.0, SAMPLED: 1.0}
 DISTINCT, DISTANCE = "distinct experts per layer", "share reused within"
 REUSED = {1: "share reused from the window before", 2: "share reused from the two windows before"}
 PAPER = {"deepseek": {1: 6.0, 16: 31.7}}  # Specter [S]: family -> window -> distinct experts per layer
-
-
-def inputs(context: Context) -> dict[str, str]:
-    """Models and texts read, name -> sha256."""
-    return routing.inputs(context.models)
+inputs = routing.inputs_of
 
 
 def run(context: Context) -> pd.DataFrame:

@@ -50,11 +50,7 @@ TESTS = (
     ("always accept", COARSE_DRAFT, 1.0), ("no residual", COARSE_DRAFT, 1.0),
 )  # rule, draft, temperature  # fmt: skip
 CERTAIN = 1e-6  # p-value that a wrong rule must stay below
-
-
-def inputs(context: Context) -> dict[str, str]:
-    """Models and texts read, name -> sha256."""
-    return routing.inputs(context.models)
+inputs = routing.inputs_of
 
 
 def run(context: Context) -> pd.DataFrame:

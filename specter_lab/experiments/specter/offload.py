@@ -83,9 +83,11 @@ def _windows(model: str, seed: int, draft: str) -> Windows:
              HISTORY_PER_SET + REQUESTS_PER_SET, recording_digest()]  # fmt: skip
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     path = CACHE / "windows" / f"{question.source.name}-{draft}-{key}.safetensors"
-    if not path.exists():
+    try:
+        return read_windows(path, model_digest=question.source.digest)
+    except UserError:  # not there yet, or damaged: recorded anew
         write_windows(_record(question, seed, draft), path, model_digest=question.source.digest)
-    return read_windows(path, model_digest=question.source.digest)
+        return read_windows(path, model_digest=question.source.digest)
 
 
 def _record(question: routing.Question, seed: int, draft: str) -> Windows:

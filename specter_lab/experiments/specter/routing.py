@@ -20,11 +20,12 @@ from specter_lab.errors import UserError
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.provenance import code_digest
+from specter_lab.files import sha256_of
 from specter_lab.measure.capture import capture
 from specter_lab.measure.decode import decode
 from specter_lab.measure.prompts import PROMPT_SETS, TokenizedRequests, select, tokenize
 from specter_lab.measure.trace import Origin, Trace, read_trace, write_trace
-from specter_lab.models.load import LoadedModel, checkpoint_digest, load, read_config, resolve, sha256_of
+from specter_lab.models.load import LoadedModel, checkpoint_digest, load, read_config, resolve
 
 MAX_TOKENS = 96  # of each request, teacher-forced
 PREFIX_TOKENS = 32  # read by the target before a free-running window or a continuation
@@ -56,6 +57,11 @@ def inputs(models: Sequence[str]) -> dict[str, str]:
     """Every file the routing experiments read, name -> sha256."""
     texts = [*(paths.PROMPTS / f"{name}.jsonl" for name in PROMPT_SETS), CALIBRATION]
     return {model: model_digest(model) for model in models} | {path.name: sha256_of(path) for path in texts}
+
+
+def inputs_of(context: Context) -> dict[str, str]:
+    """The `inputs` of an experiment that reads its models and the texts."""
+    return inputs(context.models)
 
 
 def rows_per_model(context: Context, measure: Callable[..., jobs.Rows]) -> pd.DataFrame:

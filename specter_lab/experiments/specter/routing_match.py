@@ -28,11 +28,7 @@ DRAFT = "gptq-int4"
 TEACHER_FORCED, FREE_RUNNING, PREDICTOR = "teacher-forced", "free-running", "one layer ahead"
 LEVELS = ("instance", "layer", "request")
 BINS = 500  # 0.2 % wide
-
-
-def inputs(context: Context) -> dict[str, str]:
-    """Models and texts read, name -> sha256."""
-    return routing.inputs(context.models)
+inputs = routing.inputs_of
 
 
 def run(context: Context) -> pd.DataFrame:

@@ -1,6 +1,5 @@
 """Pinned source packages: what they are, how they are fetched, how they are read."""
 
-import hashlib
 import subprocess
 import sys
 import tarfile
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specter_lab.errors import UserError
+from specter_lab.files import sha256_of
 
 SOURCES_FILE = Path(__file__).with_name("sources.toml")
 FETCH_TIMEOUT_S = 900
@@ -38,12 +38,6 @@ def load_sources(path: Path = SOURCES_FILE) -> list[Source]:
     """Read the pinned packages."""
     rows = tomllib.loads(path.read_text(encoding="utf-8"))["source"]
     return [Source(**{**row, "domains": tuple(row["domains"])}) for row in rows]
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fetch(source: Source, folder: Path) -> Path:

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
+from specter_lab.files import sha256_of
 from specter_lab.models.zoo import extract
-from specter_lab.models.zoo.archives import Source, member, sha256_of
+from specter_lab.models.zoo.archives import Source, member
 from specter_lab.models.zoo.mathematics import template_generators, template_problems
 from specter_lab.models.zoo.split import prompt_units
 from specter_lab.models.zoo.text import Document, chunks, normalise, order_key

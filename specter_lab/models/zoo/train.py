@@ -22,8 +22,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from specter_lab.errors import UserError
+from specter_lab.files import sha256_of
 from specter_lab.models.adapters import adapter_for
-from specter_lab.models.load import MANIFEST, ZOO_MODELS, sha256_of
+from specter_lab.models.load import MANIFEST, ZOO_MODELS
 from specter_lab.models.zoo import card, recipe
 from specter_lab.models.zoo.corpus import read_documents, read_summary
 from specter_lab.models.zoo.evaluate import held_out
