@@ -25,7 +25,7 @@ from specter_lab.engine.session import Session
 from specter_lab.measure.sampling import accept
 from specter_lab.plan.depth_control import DepthController
 from specter_lab.plan.policy import Clock, Prefetcher
-from specter_lab.plan.residency import ABSENT, use
+from specter_lab.plan.residency import ABSENT, release_all, use
 
 
 @dataclass
@@ -132,9 +132,10 @@ def _clock(memory: ExpertMemory) -> Clock:
 
 
 def _account(meter: Meter, memory: ExpertMemory, used: np.ndarray, depth: int, accepted: int, seconds: float) -> None:
-    """Count hits [L, T, k] by where the experts lay, and tell the victim order what was used."""
+    """Count hits [L, T, k] by where the experts lay, drop the round's pins, tell the victim order what was used."""
     expert_bytes = memory.host[0, 0].nbytes
     for layer, experts in enumerate(used):
+        release_all(memory.slots, layer)  # what was planned for this round has served its purpose
         for expert in np.unique(experts).tolist():
             meter.needed += 1
             if memory.slots.slot_of[layer, expert] != ABSENT:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-ROOM = 32  # columns of room that a copy gets
+ROOM = 40  # columns of room that a copy gets: a window of 32 drafted tokens and some
 
 
 class RoomyLayer(DynamicLayer):

@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from specter_lab.errors import UserError
 from specter_lab.measure.capture import ForwardRouting, forward_with_routing, join
 from specter_lab.measure.kv_memory import empty_cache, expanding_once, take_columns
-from specter_lab.measure.sampling import distribution, sample
+from specter_lab.measure.sampling import next_token
 
 
 @dataclass
@@ -52,6 +52,8 @@ class Prefix:
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only some requests: bool [B]."""
+        if rows.all():
+            return
         self.cache.batch_select_indices(rows)
         self.lengths = self.lengths[rows]
 
@@ -105,7 +107,7 @@ def write(
     """
     for _ in range(count):
         logits, routing = read(model, prefix, last)  # [B, 1, V]
-        last = sample(distribution(logits[:, -1], temperature), generator)
+        last = next_token(logits[:, -1], temperature, generator)
         yield last, logits[:, -1], routing
 
 

@@ -32,6 +32,13 @@ def sample(probabilities: Tensor, generator: Generator) -> Tensor:
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
 
 
+def next_token(logits: Tensor, temperature: float, generator: Generator) -> Tensor:
+    """One token per row of logits [B, V]: [B, 1]; at temperature 0 nothing is drawn."""
+    if temperature == GREEDY:
+        return logits.argmax(dim=-1, keepdim=True)
+    return sample(distribution(logits, temperature), generator)
+
+
 def accepted_length(agreed: Tensor) -> Tensor:
     """How many of K drafted tokens come before the first that was not agreed to: bool [B, K] -> [B]."""
     return agreed.long().cumprod(dim=1).sum(dim=1)

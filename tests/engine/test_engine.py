@@ -94,6 +94,15 @@ def test_a_wrong_prefetcher_changes_no_token(device):
         assert tokens == expected
 
 
+def test_prefetched_experts_are_hit():
+    """Every round's plan is fetched, not only the first one's: pins do not outlive their round."""
+    engine = engine_of("qwen-nano", 12)
+    engine.generate(ids_of(engine), 48, depth=3)
+    slots = engine.memory.slots
+    assert engine.stats.hits > 0.65 * engine.stats.needed
+    assert not slots.pinned.any() and not engine.stats.counters.get("prefetch refused: all slots pinned")
+
+
 def test_streamed_text_is_the_whole_text():
     engine = engine_of("qwen-nano", 4)
     pieces = list(engine.generate(TEXT, 32, stream=True))
