@@ -42,7 +42,7 @@ doctor: $(STAMP) ## what is here, how fast this machine is; writes the hardware 
 	$(LAB) doctor
 
 test: $(STAMP) ## the whole test suite; ARGS="-k name" for a part of it
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 reproduce-all: $(STAMP) ## every figure and table of the tier
 	$(LAB) reproduce all $(RUN_OPTIONS)

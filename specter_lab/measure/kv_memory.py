@@ -65,15 +65,15 @@ def expanding_once(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None
 
 def append(held: Tensor, new: Tensor) -> Tensor:
     """[B, heads, S, dim] and [B, heads, T, dim] behind it: in place where there is room."""
-    if held.numel() == 0:
-        held = new[:, :, :0]
-    size = held.shape[2]
-    end = size + new.shape[2]
-    if end > _capacity(held):
-        whole = held.new_empty(*new.shape[:2], end + ROOM, new.shape[3])
-        whole[:, :, :size] = held
+    batch, heads, count, dim = new.shape
+    size = held.shape[2] if held.numel() else 0
+    end = size + count
+    if size and end <= _capacity(held):
+        whole = held.as_strided((batch, heads, end, dim), held.stride())
     else:
-        whole = held.as_strided((*new.shape[:2], end, new.shape[3]), held.stride())
+        whole = new.new_empty(batch, heads, end + ROOM, dim)
+        if size:
+            whole[:, :, :size] = held
     whole[:, :, size:end] = new
     return whole[:, :, :end]
 

@@ -41,6 +41,7 @@ from specter_lab.experiments.specter.setting import priced_as, slots_of
 from specter_lab.measure import acceptance
 from specter_lab.measure.acceptance import expected_accepted
 from specter_lab.measure.bootstrap import Interval, ratio_interval
+from specter_lab.measure.depths import greedy_rounds
 from specter_lab.measure.prompts import PROMPT_SETS
 from specter_lab.measure.sampling import GREEDY
 from specter_lab.measure.speculate import Rounds, speculative_decode
@@ -89,12 +90,11 @@ def measure_depths(model: str, digest: str, seed: int, temperature: float, new_t
     question = routing.ask(model, POOL_PER_SET, seed)
     prompts, sets = prompts_of(question, PREFIX_TOKENS)
     target, draft = question.source.model, draft_of(model, seed, DRAFT, CACHE)
-    rounds = {
-        depth: speculative_decode(
-            target, draft, prompts, new_tokens=new_tokens, depth=depth, temperature=temperature, seed=seed
-        ).rounds
-        for depth in DEPTHS
-    }
+    if temperature == GREEDY:
+        rounds = greedy_rounds(target, draft, prompts, new_tokens=new_tokens, depths=DEPTHS)
+    else:
+        how = {"new_tokens": new_tokens, "temperature": temperature, "seed": seed}
+        rounds = {k: speculative_decode(target, draft, prompts, depth=k, **how).rounds for k in DEPTHS}
     rows = [{"by": DEPTH, "item": depth} | _acceptance(found, seed) for depth, found in rounds.items()]
     rows += _positions(rounds[max(DEPTHS)], seed)
     side = rounds[SIDE_DEPTH]

@@ -43,7 +43,7 @@ def plot(rows: pd.DataFrame) -> Figure:
         axis.grid(alpha=0.25)
     for axis in axes[1]:
         axis.axhline(PAPER_ACCEPTANCE, color="0.4", linewidth=0.8, linestyle=":")
-    axes[1, 1].annotate("paper: 0.9663", (0.99, PAPER_ACCEPTANCE), xycoords=("axes fraction", "data"), fontsize=7,
+    axes[1, 1].annotate("paper: 0.9663", (0.99, PAPER_ACCEPTANCE), xycoords=("axes fraction", "data"), fontsize=9,
                         color="0.35", ha="right", va="bottom")  # fmt: skip
     figure.legend(*axes[1, 2].get_legend_handles_labels(), loc="outside lower center", ncols=len(models))
     plt.close(figure)
@@ -68,21 +68,20 @@ def _positions(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
         axis.fill_between(x, *ends, color=color, alpha=0.15, linewidth=0)
     x = np.arange(1, depth + 1)
     axis.plot(x, PAPER_ACCEPTANCE**x, color="0.3", linewidth=1, linestyle="--")
-    axis.annotate("paper: $0.9663^i$", (12, PAPER_ACCEPTANCE**12), fontsize=7, color="0.35", xytext=(2, 5),
-                  textcoords="offset points")  # fmt: skip
-    axis.set(title=f"a  Rounds whose first i tokens pass (greedy, K = {depth})", ylim=(0, 1))
+    axis.annotate("- - paper: $0.9663^i$", (0.04, 0.08), xycoords="axes fraction", fontsize=9, color="0.35")
+    axis.set(title=f"a  First i tokens all pass (greedy, K = {depth})", ylim=(0, 1))
     axis.set(xlabel="position i in the drafted window", ylabel="accepted / proposed")
 
 
 def _tokens_per_round(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
     acceptances = []
-    for model, color in colors.items():
+    for i, (model, color) in enumerate(colors.items()):
+        shift = 0.35 * (i - (len(colors) - 1) / 2)
         for temperature, marker in ((GREEDY, "o"), (1.0, "^")):
             part = chosen(rows, DEPTH, temperature, model=model)
             filled = color if temperature == GREEDY else "white"
-            _points(
-                axis, part["depth"], part, "tokens_per_round", color=color, marker=marker, linestyle="none", mfc=filled
-            )
+            style = {"color": color, "marker": marker, "linestyle": "none", "mfc": filled}
+            _points(axis, part["depth"] + shift, part, "tokens_per_round", **style)
             if temperature == GREEDY:
                 acceptances += part["accepted_per_checked"].tolist()
     a, depths = float(np.mean(acceptances)), np.arange(1, 33)
@@ -91,8 +90,8 @@ def _tokens_per_round(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
         depths, [1 + expected_accepted(PAPER_ACCEPTANCE, k) for k in depths], color="0.3", linewidth=1, linestyle="--"
     )
     axis.axhline(1 + expected_accepted(PAPER_ACCEPTANCE, None), color="0.4", linewidth=0.8, linestyle=":")
-    axis.annotate("paper: 1 + a/(1-a) = 29.7, for K → ∞ only", (1, 29.9), fontsize=7, color="0.35", va="bottom")
-    axis.annotate("bounded:\n- - paper's a\n— our a = " + f"{a:.3f}", (3, 16), fontsize=7, color="0.35")
+    axis.annotate("paper: 1 + a/(1-a) = 29.7, for K → ∞ only", (1, 29.9), fontsize=9, color="0.35", va="bottom")
+    axis.annotate("bounded:\n- - paper's a\n— our a = " + f"{a:.3f}", (3, 16), fontsize=9, color="0.35")
     axis.set(title="b  Tokens per round (● greedy, △ T = 1)", xlabel="depth K", ylabel="tokens per round", ylim=(0, 32))
 
 
@@ -110,7 +109,7 @@ def _tpot(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
         axis.plot([], [], linestyle=style, color="0.3", linewidth=1.2, label=definition)
     axis.plot([], [], color="0.3", label="our K* (paper's formula)", **OUR_STAR)
     axis.plot([], [], color="0.3", label="the paper's K*", **PAPER_STAR)
-    axis.legend(fontsize=7, loc="center right")
+    axis.legend(fontsize=8, loc=(0.12, 0.33), ncols=2)
     profile = chosen(rows, TPOT)["profile"].iloc[0]
     axis.set(
         title="c  TPOT, simulated",
@@ -120,7 +119,7 @@ def _tpot(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
     )
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("{x:g}")
-    axis.tick_params(axis="y", which="minor", labelsize=7)
+    axis.tick_params(axis="y", which="minor", labelsize=8)
 
 
 def _prompt_sets(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
