@@ -18,16 +18,25 @@ def test_median_of_calls():
 
 
 def test_host_speeds_are_plausible():
-    """A number in the wrong unit is off by a thousand."""
-    steps = []
-    before = torch.get_num_threads()
-    found = measure_host(steps.append, budget_s=0.02, pool_bytes=2**25)
-    assert torch.get_num_threads() == before and len(steps) == 4
-    assert [rate.num_bytes for rate in found.copy] == [65_536, 262_144, 1_048_576, 4_194_304]
-    assert all(0.02 < rate.gb_s < 2000 for rate in found.copy)  # a cache may hold so small a pool
-    assert 0.5 < found.read_gb_s < 2000
-    assert 0.005 < found.fp32_tflop_s < 50 and 0.0005 < found.bf16_tflop_s < 200
-    assert 0.1 < found.operator_us < 200
+    """A number in the wrong unit is off by a thousand; a machine that is busy for a moment may try again."""
+    for attempt in range(5):
+        steps, before = [], torch.get_num_threads()
+        found = measure_host(steps.append, budget_s=0.02 * 2**attempt, pool_bytes=2**25)
+        assert torch.get_num_threads() == before and len(steps) == 4
+        assert [rate.num_bytes for rate in found.copy] == [65_536, 262_144, 1_048_576, 4_194_304]
+        if plausible(found):
+            return
+    raise AssertionError(f"five times implausible: {found}")
+
+
+def plausible(found):
+    return (
+        all(0.02 < rate.gb_s < 2000 for rate in found.copy)  # a cache may hold so small a pool
+        and 0.5 < found.read_gb_s < 2000
+        and 0.005 < found.fp32_tflop_s < 50
+        and 0.0005 < found.bf16_tflop_s < 200
+        and 0.1 < found.operator_us < 200
+    )
 
 
 def test_rates_are_work_over_time(monkeypatch):
