@@ -44,6 +44,9 @@ doctor: $(STAMP) ## what is here, how fast this machine is; writes the hardware 
 test: $(STAMP) ## the whole test suite; ARGS="-k name" for a part of it
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
+test-gpu: $(STAMP) ## the tests that need a CUDA GPU
+	$(PY) -m pytest -m gpu $(ARGS)
+
 reproduce-all: $(STAMP) ## every figure and table of the tier
 	$(LAB) reproduce all $(RUN_OPTIONS)
 
