@@ -24,7 +24,7 @@ export GPTQMODEL_CPU_WORKERS ?= 2
 export GPTQMODEL_DISABLE_PACK_EXT ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-autoawq setup-ray doctor test reproduce-all record readme train-zoo lab clean FORCE
+.PHONY: help setup setup-autoawq setup-ray doctor test test-gpu reproduce-all record readme train-zoo lab clean FORCE
 
 help: ## this list
 	@$(BOOTSTRAP) -m specter_lab.experiments.help
