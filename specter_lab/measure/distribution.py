@@ -49,6 +49,7 @@ def continuation_law(model: PreTrainedModel, prompt: Tensor, length: int, temper
 
     One forward pass over all V^n texts: for small vocabularies only.
     """
+    prompt = prompt.to(model.device)
     vocabulary = torch.arange(model.config.vocab_size, device=prompt.device)
     texts = torch.cartesian_prod(*[vocabulary] * length).view(-1, length)  # [V^n, n]
     inputs = torch.cat([prompt.expand(len(texts), -1), texts[:, :-1]], dim=1)

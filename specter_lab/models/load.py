@@ -146,6 +146,19 @@ def read_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def placement(name: str) -> dict[str, torch.dtype | str]:
+    """`dtype` and `device` for `load` where an experiment takes any model by name.
+
+    Shipped models stay in float32 on the CPU, so that their figures depend on no GPU. Others go to the GPU if there is
+    one, in float32 if two copies fit (a draft's experts are values of that size too), else in bfloat16.
+    """
+    if name in ZOO_MODELS or not torch.cuda.is_available():
+        return {"dtype": torch.float32, "device": "cpu"}
+    stored_bytes = sum(file.stat().st_size for file in resolve(name).glob("*.safetensors"))  # two bytes a weight
+    fits = 4 * stored_bytes < torch.cuda.mem_get_info()[0]
+    return {"dtype": torch.float32 if fits else torch.bfloat16, "device": "cuda"}
+
+
 def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LoadedModel:
     """Load a zoo model, a local checkpoint or a hub id, with nothing missing, unexpected or unused.
 

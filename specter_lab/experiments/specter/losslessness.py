@@ -72,7 +72,7 @@ def run(context: Context) -> pd.DataFrame:
 def measure_greedy(model: str, digest: str, seed: int, precision: str) -> jobs.Rows:
     """Parity of every prompt, and rounding. `digest` is here, and below, to name what is read in the cache key."""
     question = routing.ask(model, 1, seed)
-    target = load(model, dtype=getattr(torch, precision)).model
+    target = load(model, dtype=getattr(torch, precision), device=question.source.model.device).model
     draft = with_experts(target, routing.quantized(question, DRAFT, CACHE).banks)
     base = {"model": question.source.name, "precision": precision, "depth": DEPTH}
     rows, effects = [], []

@@ -25,7 +25,7 @@ from specter_lab.measure.capture import capture
 from specter_lab.measure.decode import decode
 from specter_lab.measure.prompts import PROMPT_SETS, TokenizedRequests, select, tokenize
 from specter_lab.measure.trace import Origin, Trace, read_trace, write_trace
-from specter_lab.models.load import LoadedModel, checkpoint_digest, load, read_config, resolve
+from specter_lab.models.load import LoadedModel, checkpoint_digest, load, placement, read_config, resolve
 
 MAX_TOKENS = 96  # of each request, teacher-forced
 PREFIX_TOKENS = 32  # read by the target before a free-running window or a continuation
@@ -81,7 +81,7 @@ def inputs_digest(model: str) -> str:
 @lru_cache(maxsize=1)  # the jobs of one model follow each other, and none changes it
 def ask(model: str, requests_per_set: int, seed: int) -> Question:
     """Load a model and the requests it is to read."""
-    source = load(model)
+    source = load(model, **placement(model))
     return Question(source, tokenize(select(requests_per_set, seed=seed), source.tokenizer, MAX_TOKENS), seed)
 
 
