@@ -9,59 +9,59 @@ engine.stats
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Generator, Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from specter_lab.compress.int4 import quantize_bank
 from specter_lab.engine.arena import Budget
 from specter_lab.engine.decode import Meter, decode
-from specter_lab.engine.decoder import Decoder
-from specter_lab.engine.expert_math import DraftExperts, TargetExperts
-from specter_lab.engine.experts import ExpertMemory, fill, new_expert_memory
-from specter_lab.engine.load import checkpoint_tensors, read_decoder
+from specter_lab.engine.expert_math import DraftExperts
+from specter_lab.engine.experts import ExpertMemory, new_expert_memory
 from specter_lab.engine.ops import Ops, TorchOps
+from specter_lab.engine.served import OnDemand, ReadThrough, TargetExperts
 from specter_lab.engine.session import Session, new_session
-from specter_lab.engine.shape import Shape, shape_of
+from specter_lab.engine.weights import Weights, load_weights
 from specter_lab.errors import UserError
 from specter_lab.models.anatomy import anatomy
-from specter_lab.models.experts import ExpertBank
-from specter_lab.models.load import read_config, read_tokenizer, resolve
-from specter_lab.models.originals import config_for
-from specter_lab.models.widen import widened_config, widened_tensors
 from specter_lab.plan.depth_control import DepthController, FixedDepth, OnlineDepth
 from specter_lab.plan.hardware import PAPERS_GPU, read_profile
 from specter_lab.plan.policies import find_policy
-from specter_lab.plan.policy import Policy, Scene
+from specter_lab.plan.policy import Policy, Prefetcher, Scene
+from specter_lab.plan.serve import LOAD, READ_THROUGH
 from specter_lab.plan.step_costs import StepCosts
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 MAX_DEPTH = 16
+MODES = {"fast": "specter-fast", "paper": "specter"}  # and their policies
 
 
 @dataclass
 class Engine:
     """A loaded model. `stats` counts everything since it was loaded; `budget.taken` says where the memory went."""
 
-    decoder: Decoder
+    weights: Weights
     memory: ExpertMemory
     target: TargetExperts
     draft: DraftExperts
     policy: Policy
-    scene: Scene
-    tokenizer: PreTrainedTokenizerBase | None  # None: token ids only
+    prefetcher: Prefetcher
+    depth: int | None  # drafted tokens per round where `generate` is not told: the policy's; None: chosen online
     budget: Budget
     ops: Ops
     stats: Meter = field(default_factory=Meter)
     _session: Session | None = None
 
     @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self.weights.tokenizer
+
+    @property
     def device(self) -> torch.device:
-        return self.decoder.embedding.device
+        return self.weights.device
 
     def generate(
         self, prompt: str | Tensor, max_new_tokens: int = 128, *, temperature: float = 0.0, depth: int | None = None,
@@ -71,7 +71,7 @@ class Engine:
 
         Args:
             temperature: 0 is greedy; otherwise samples follow the target's distribution exactly.
-            depth: drafted tokens per round; None: chosen online, from measured times.
+            depth: drafted tokens per round; None: the policy's, or chosen online from measured times.
             seed: of sampling; the same seed gives the same text at a fixed depth.
             stream: yield pieces (text, or lists of ids) as they are committed, and return nothing else.
 
@@ -100,12 +100,13 @@ class Engine:
     def _rounds(
         self, ids: Tensor, new_tokens: int, temperature: float, depth: int | None, seed: int
     ) -> Iterator[list[int]]:
+        depth = self.depth if depth is None else depth
         control: DepthController = OnlineDepth(MAX_DEPTH) if depth is None else FixedDepth(depth)
-        session = self._session_for(len(ids) + new_tokens, depth or MAX_DEPTH, temperature)
+        session = self._session_for(len(ids) + new_tokens, MAX_DEPTH if depth is None else depth, temperature)
         generator = Generator(self.device).manual_seed(seed)
         left = new_tokens
         with torch.inference_mode():
-            rounds = decode(session, self.memory, self.policy.prefetch(self.scene), control, ids, new_tokens=new_tokens,
+            rounds = decode(session, self.memory, self.prefetcher, control, ids, new_tokens=new_tokens,
                             generator=generator, meter=self.stats)  # fmt: skip
             for tokens in rounds:
                 yield tokens[:left]
@@ -116,7 +117,7 @@ class Engine:
         if kept is None or len(kept.kv.keys[0]) < tokens + depth + 1 or len(kept.window) != depth + 1 \
                 or kept.temperature != temperature:  # fmt: skip
             self.budget.taken.pop("KV cache", None)
-            self._session = new_session(self.decoder, self.draft, self.target, self.ops, max_tokens=tokens, depth=depth,
+            self._session = new_session(self.weights.decoder, self.draft, self.target, self.ops, max_tokens=tokens, depth=depth,
                                         temperature=temperature)  # fmt: skip
             self.budget.take("KV cache", self._session.kv.nbytes, "ask for fewer tokens")
         return self._session
@@ -133,86 +134,86 @@ class Engine:
                 shown = len(text)
 
 
-def load(
-    model: str, *, draft: str = "int4", expert_budget: str | int, in_slots: bool = False, policy: str = "specter-fast", device: str | None = None,
-    memory_budget: str | int = 2**62, widen_to: str | None = None,
-) -> Engine:  # fmt: skip
+def load(model: str, *, device: str | None = None, widen_to: str | None = None, **how) -> Engine:
     """Load a zoo model, checkpoint folder or hub id with its routed experts in host memory.
 
     Args:
         model: zoo name, folder or hub id of an architecture in `engine.shape.ENGINE_ARCHITECTURES`.
-        draft: "int4", or "none" for plain decoding.
-        expert_budget: device memory for expert slots, in bytes or like "6GiB"; every layer gets at least one slot.
-        in_slots: `expert_budget` counts expert slots per layer instead.
-        policy: id of an exact policy in `plan.policies`.
         device: default: the GPU if there is one.
-        memory_budget: of everything the engine holds on the device.
         widen_to: grow a zoo model to the sizes of this original on the way (`models.widen`): same function, full-size bytes.
+        **how: arguments of `engine_for`: expert_budget, mode, policy, draft, memory_budget.
 
     Raises:
         UserError: unknown model or policy, or a budget that does not suffice.
     """
-    folder = resolve(model)
-    config, tensors = read_config(folder), checkpoint_tensors(folder)
-    if widen_to is not None:
-        small, config = config, widened_config(config, config_for(widen_to))
-        tensors = widened_tensors(folder, small, config)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-    def read(memory: ExpertMemory) -> Decoder:
-        dtype = memory.host.dtype
-        return read_decoder(config, tensors, lambda *where: fill(memory, *where), device=device, dtype=dtype)
-
-    return assemble(config, model, read, read_tokenizer(folder, config.vocab_size), draft=draft, policy=policy, device=device,
-                    expert_budget=expert_budget, in_slots=in_slots, memory_budget=memory_budget)  # fmt: skip
+    return engine_for(load_weights(model, device=device, widen_to=widen_to), **how)
 
 
-def assemble(
-    config: PretrainedConfig, name: str, read: Callable[[ExpertMemory], Decoder], tokenizer: PreTrainedTokenizerBase | None,
-    *, draft: str, expert_budget: str | int, in_slots: bool, policy: str, device: str, memory_budget: str | int = 2**62,
+def engine_for(
+    weights: Weights, *, expert_budget: str | int, in_slots: bool = False, mode: str = "fast", policy: str | None = None,
+    draft: str = "int4", memory_budget: str | int = 2**62, profile: str = PAPERS_GPU,
 ) -> Engine:  # fmt: skip
-    """An engine whose weights come from `read`, which fills the host slab and returns everything else; see `load`."""
-    shape, chosen = shape_of(config), find_policy(policy)
-    if chosen.lossy:
-        raise UserError(f"policy '{policy}' changes the output: simulate it instead, the engine serves exact ones")
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    budget = Budget(in_bytes(memory_budget))
-    memory = new_expert_memory(shape, _slots(shape, expert_budget, in_slots, dtype), budget, device=device, dtype=dtype,
-                               order=chosen.order)  # fmt: skip
-    decoder = read(memory)
-    pool = DraftExperts(_int4_banks(memory, device) if draft == "int4" else ())
+    """An engine over loaded weights.
+
+    Args:
+        expert_budget: device memory for expert slots, in bytes or like "6GiB"; every layer gets at least one slot. Some
+            policies divide it otherwise (`Policy.slots`).
+        in_slots: `expert_budget` counts expert slots per layer instead.
+        mode: "fast": kernels read missing experts over the link themselves; "paper": the host copies them, layer by layer.
+        policy: id of an exact policy in `plan.policies`; default: the mode's.
+        draft: "int4", or "none" for plain decoding.
+        memory_budget: of everything the engine holds on the device.
+        profile: of this machine, for policies that plan with its numbers.
+
+    Raises:
+        UserError: unknown mode or policy, a policy the engine cannot run, or a budget that does not suffice.
+    """
+    if mode not in MODES:
+        raise UserError(f"no mode '{mode}': choose {' or '.join(MODES)}")
+    chosen, shape = _runnable(policy or MODES[mode]), weights.shape
+    drafts = draft == "int4" and chosen.draft is not None
+    costs = StepCosts(anatomy(weights.config, weights.name), read_profile(profile))
+    scene = Scene(costs, _slots_per_layer(weights, expert_budget, in_slots), MAX_DEPTH)
+    budget, count = Budget(in_bytes(memory_budget)), chosen.slots(scene)
+    memory = new_expert_memory(shape, weights.host, count, budget, device=weights.device, order=chosen.order)
+    pool = weights.draft if drafts else DraftExperts(())
     budget.take("draft's INT4 experts", pool.nbytes, "use draft='none', or a larger budget")
-    scene = Scene(StepCosts(anatomy(config, name), read_profile(PAPERS_GPU)), int(memory.slots.count.min()), MAX_DEPTH)
-    return Engine(decoder, memory, TargetExperts(memory), pool, chosen, scene, tokenizer, budget, _ops(device))
+    prefetcher = chosen.prefetch(scene)
+    target = ReadThrough(memory) if mode == "fast" else OnDemand(memory, prefetcher)
+    depth = 0 if not drafts else chosen.depth if mode == "fast" else chosen.depth_in(scene)
+    return Engine(weights, memory, target, pool, chosen, prefetcher, depth, budget, _ops(weights.device))
 
 
-def _ops(device: str) -> Ops:
-    if not device.startswith("cuda"):
+def _runnable(name: str) -> Policy:
+    policy = find_policy(name)
+    cannot = [
+        (policy.lossy, "changes the output"),
+        (policy.draft not in ("int4", None), "drafts with fewer of the target's experts"),
+        (policy.miss not in (LOAD, READ_THROUGH), "computes misses on the CPU"),
+        (policy.scores is not None, "scores its victims"),
+    ]
+    for is_so, what in cannot:
+        if is_so:
+            raise UserError(f"policy '{name}' {what}: simulate it instead, the engine has no code for that")
+    return policy
+
+
+def _ops(device: torch.device) -> Ops:
+    if device.type != "cuda":
         return TorchOps()
     from specter_lab.engine.kernel_ops import kernel_ops
 
     return kernel_ops(device)
 
 
-def _slots(shape: Shape, budget: str | int, in_slots: bool, dtype: torch.dtype) -> np.ndarray:
-    """Equal slots per layer that the budget holds: [L]."""
-    one_each = len(shape.moe_layers) * shape.expert_numel * dtype.itemsize
+def _slots_per_layer(weights: Weights, budget: str | int, in_slots: bool) -> int:
+    """Equal slots per layer that the budget holds."""
+    one_each = len(weights.host) * weights.host[0, 0].nbytes
     per_layer = int(budget) if in_slots else in_bytes(budget) // one_each
     if per_layer < 1:
         raise UserError(f"an expert budget of {budget} does not hold one expert in every layer: {one_each:,} bytes is "
                         f"the least")  # fmt: skip
-    return np.full(len(shape.moe_layers), min(per_layer, shape.num_experts))
-
-
-def _int4_banks(memory: ExpertMemory, device: str) -> tuple:
-    """The draft's experts, layer by layer, rounded to nearest from the host slab."""
-    banks, width, hidden = [], memory.shape.expert_width, memory.shape.hidden
-    for layer, blocks in enumerate(memory.host):
-        gate, up, down = blocks.to(device).unflatten(1, (3, -1)).unbind(1)  # [E, I * H] each
-        bank = ExpertBank(layer, gate.unflatten(1, (width, hidden)), up.unflatten(1, (width, hidden)),
-                          down.unflatten(1, (hidden, width)))  # fmt: skip
-        banks.append(quantize_bank(bank))
-    return tuple(banks)
+    return min(per_layer, weights.shape.num_experts)
 
 
 def in_bytes(size: str | int) -> int:

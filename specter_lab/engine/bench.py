@@ -22,8 +22,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from specter_lab.engine.api import Engine, load
+from specter_lab.engine.api import Engine, engine_for
 from specter_lab.engine.decode import Meter
+from specter_lab.engine.weights import Weights, load_weights
 
 PROMPT = "The old man walked along the river, and when he came to the bridge he said to his son that"
 RANDOM_PROMPT_TOKENS = 24
@@ -130,7 +131,7 @@ def _verify_bytes(engine: Engine, used: Tensor) -> int:
 
 def _dense_bytes(engine: Engine) -> int:
     """Everything but routed experts: all weights once, but of the embedding only a row, and the context's cache entries."""
-    decoder, session = engine.decoder, engine._session
+    decoder, session = engine.weights.decoder, engine._session
     weights = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors((decoder.layers, decoder.norm, decoder.head))}
     cached = sum(part[:PASS_POSITION].nbytes for part in (*session.kv.keys, *session.kv.values))
     return sum(weights.values()) + cached
@@ -152,6 +153,8 @@ def main() -> None:
     parser.add_argument("--model", default="qwen-nano")
     parser.add_argument("--widen-to", default=None)
     parser.add_argument("--random", default=None, metavar="ORIGINAL", help="random weights of this geometry instead")
+    parser.add_argument("--mode", default="fast", help="fast or paper")
+    parser.add_argument("--policy", default=None, help="default: the mode's")
     parser.add_argument("--slots", type=int, nargs="+", default=[60, 15])
     parser.add_argument("--depths", type=int, nargs="*", default=None, help="instead of 0 3 8 16 and online")
     parser.add_argument("--tokens", type=int, default=128)
@@ -159,8 +162,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     rows, timed = [], []
+    weights = _loaded(options)
     for slots in options.slots:
-        engine = _loaded(options, slots)
+        engine = engine_for(weights, expert_budget=slots, in_slots=True, mode=options.mode, policy=options.policy)
+        print(f"{engine.policy.title}, {slots} slots per layer: {engine.budget.taken}", flush=True)
         if slots >= engine.memory.shape.num_experts:
             engine.fill_slots()
             timed = _show_passes(engine)
@@ -174,18 +179,19 @@ def main() -> None:
         options.json.write_text(json.dumps({"random": options.random, **numbers}, indent=1))
 
 
-def _loaded(options: argparse.Namespace, slots: int) -> Engine:
+def _loaded(options: argparse.Namespace) -> Weights:
     began = time.perf_counter()
     if options.random:
-        from specter_lab.engine.random_model import load_random
+        from specter_lab.engine.random_model import random_weights
 
-        engine, name = load_random(options.random, slots), f"random weights, {options.random}"
+        weights = random_weights(options.random)
     else:
-        engine = load(options.model, expert_budget=slots, in_slots=True, widen_to=options.widen_to)
-        name = options.model
-    print(f"{name}, {slots} slots per layer, loaded in {time.perf_counter() - began:.1f} s; "
-          f"copy {engine.memory.copy_ms:.3f} ms; {engine.budget.taken}", flush=True)  # fmt: skip
-    return engine
+        weights = load_weights(options.model, widen_to=options.widen_to)
+    print(
+        f"{weights.name}: {weights.host.nbytes / 1e9:.1f} GB of experts in {time.perf_counter() - began:.1f} s",
+        flush=True,
+    )
+    return weights
 
 
 def _prompt(engine: Engine) -> Tensor:

@@ -13,7 +13,7 @@ The host waits for the device once a round, to read the accepted tokens, and whi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,11 +21,12 @@ import torch
 from torch import Generator, Tensor
 
 from specter_lab.engine.experts import ExpertMemory
+from specter_lab.engine.served import Uses
 from specter_lab.engine.session import Session
 from specter_lab.measure.sampling import accept
 from specter_lab.plan.depth_control import DepthController
-from specter_lab.plan.policy import Clock, Prefetcher
-from specter_lab.plan.residency import ABSENT, release_all, use
+from specter_lab.plan.policy import Prefetcher
+from specter_lab.plan.streams import Span
 
 
 @dataclass
@@ -41,7 +42,27 @@ class Meter:
     read_through_bytes: int = 0  # read by kernels over the link
     h2d_bytes: int = 0  # copied into slots
     seconds: float = 0.0  # of decoding, without prefill
+    busy_ms: dict[str, float] = field(
+        default_factory=dict
+    )  # by kind of work: "draft step", "verify", "prefetch", "miss", "stall"
     counters: dict[str, int] = field(default_factory=dict)
+
+    def add_round(
+        self, depth: int, accepted: int, uses: Uses, read_through_bytes: int, h2d_bytes: int, seconds: float
+    ) -> None:  # fmt: skip
+        self.rounds += 1
+        self.drafted += depth
+        self.accepted += accepted
+        self.tokens += accepted + 1
+        self.needed += uses.needed
+        self.hits += uses.hits
+        self.read_through_bytes += read_through_bytes
+        self.h2d_bytes += h2d_bytes
+        self.seconds += seconds
+
+    def add_spans(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            self.busy_ms[span.work] = self.busy_ms.get(span.work, 0.0) + span.end_ms - span.start_ms
 
     @property
     def acceptance(self) -> float:
@@ -65,7 +86,9 @@ def decode(
     """
     session.position.zero_()
     session.prefill(prompt[:-1])
+    session.target_experts.end_pass(np.empty((len(memory.slots.count), 0, memory.shape.top_k), np.int64))
     last, done, copied = prompt[-1:], 0, memory.h2d_bytes
+    memory.watch.start()
     while done < new_tokens:
         began = time.perf_counter()
         k = min(depth.next_depth(), len(session.window) - 1)
@@ -73,35 +96,49 @@ def decode(
         session.window[:1] = last
         propose(session, memory, prefetcher, k, generator)
         memory.settled()
-        p, used = session.verify(k + 1)  # [K + 1, V], [L, K + 1, k]
+        with memory.watch.stretch("compute", "verify"):
+            p, used = session.verify(k + 1)  # [K + 1, V], [L, K + 1, k]
         accepted, last = accept(session.window[None, 1 : k + 1], session.q[None, :k], p[None], generator)
         count, *tokens = torch.cat([accepted, session.window[1 : k + 1], last[0]]).tolist()  # the round's one wait
         last = last[0]
         session.position += count + 1
+        uses = session.target_experts.end_pass(used.cpu().numpy())
+        meter.add_spans(memory.watch.ended())
         committed = tokens[:count] + tokens[k:]
         done += len(committed)
         elapsed = time.perf_counter() - began
         depth.observe(k, count, elapsed * 1e3)
-        _account(meter, memory, used.cpu().numpy(), k, count, elapsed)
+        meter.add_round(
+            k, count, uses, uses.read_through * memory.host[0, 0].nbytes, memory.h2d_bytes - copied, elapsed
+        )
+        copied = memory.h2d_bytes
         yield committed
-    meter.h2d_bytes += memory.h2d_bytes - copied
     meter.counters |= memory.counters
 
 
 def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, depth: int, generator: Generator) -> None:
     """Draft `depth` tokens into the session's window; while a step runs, plan with the routing of the one before."""
-    memory.load(prefetcher.begin(memory.slots, depth, _clock(memory)))
+    memory.load(prefetcher.begin(memory.slots, depth, memory.clock()))
     if not depth:
         return
     session.uniform[:depth] = torch.rand(depth, generator=generator, device=session.uniform.device, dtype=torch.float64)
     routed = _Routing(session)
     for step in range(depth):
-        session.draft_step()
+        with memory.watch.stretch("compute", "draft step"):
+            session.draft_step()
         routed.fetch(step)
         if step:
-            memory.load(prefetcher.drafted(step, *routed.of(step - 1), _clock(memory)))
-    memory.load(prefetcher.drafted(depth, *routed.of(depth - 1), _clock(memory)))
-    memory.load(prefetcher.finish(_clock(memory)))
+            plan(memory, prefetcher, routed, step)
+    plan(memory, prefetcher, routed, depth)
+    memory.load(prefetcher.finish(memory.clock()))
+
+
+def plan(memory: ExpertMemory, prefetcher: Prefetcher, routed: _Routing, step: int) -> None:
+    """Let the policy learn the routing of draft step 1..K, and begin the copies it wants."""
+    experts, weights = routed.of(step - 1)
+    prefetcher.observe_step(routed.step_ms)
+    copies = memory.load(prefetcher.drafted(step, experts, weights, memory.clock()))
+    prefetcher.observe_copy(copies * memory.host[0, 0].nbytes, copies * memory.copy_ms)
 
 
 class _Routing:
@@ -112,6 +149,7 @@ class _Routing:
         make = (lambda t: torch.empty_like(t, device="cpu", pin_memory=True)) if on_gpu else (lambda t: t)
         self._experts, self._weights = make(session.drafted), make(session.drafted_weights)
         self._events = [torch.cuda.Event() for _ in range(len(session.drafted))] if on_gpu else None
+        self._since, self.step_ms = time.perf_counter(), 0.0  # the last step that was asked for took so long
 
     def fetch(self, step: int) -> None:
         if self._events:
@@ -123,28 +161,6 @@ class _Routing:
         """Experts and weights of one step, [1, L, k] each."""
         if self._events:
             self._events[step].synchronize()
+        now = time.perf_counter()
+        self._since, self.step_ms = now, (now - self._since) * 1e3
         return self._experts[step : step + 1].numpy(), self._weights[step : step + 1].numpy()
-
-
-def _clock(memory: ExpertMemory) -> Clock:
-    now_ms = time.perf_counter() * 1e3
-    return Clock(now_ms, max(now_ms, memory.link_free_ms), memory.copy_ms)
-
-
-def _account(meter: Meter, memory: ExpertMemory, used: np.ndarray, depth: int, accepted: int, seconds: float) -> None:
-    """Count hits [L, T, k] by where the experts lay, drop the round's pins, tell the victim order what was used."""
-    expert_bytes = memory.host[0, 0].nbytes
-    for layer, experts in enumerate(used):
-        release_all(memory.slots, layer)  # what was planned for this round has served its purpose
-        for expert in np.unique(experts).tolist():
-            meter.needed += 1
-            if memory.slots.slot_of[layer, expert] != ABSENT:
-                meter.hits += 1
-                use(memory.slots, layer, expert)
-            else:
-                meter.read_through_bytes += expert_bytes
-    meter.rounds += 1
-    meter.drafted += depth
-    meter.accepted += accepted
-    meter.tokens += accepted + 1
-    meter.seconds += seconds

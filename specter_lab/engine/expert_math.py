@@ -20,27 +20,36 @@ from specter_lab.engine.experts import ExpertMemory
 NOT_NOW = -1  # an index that no kernel computes
 
 
-@dataclass(frozen=True)
-class TargetExperts:
-    """The target's BF16 experts, read wherever the table says; needs no host."""
+def new_parts(x: Tensor, indices: Tensor) -> Tensor:
+    """Room for every choice's weighted output: x [T, H], indices [T, k] -> [T, k, H] float32."""
+    return torch.empty(*indices.shape, x.shape[1], dtype=torch.float32, device=x.device)
 
-    memory: ExpertMemory
 
-    def __call__(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """x [T, H], indices [T, k], weights [T, k] -> [T, H]."""
-        if x.is_cuda:
-            from specter_lab.engine.kernels import grouped_gemm
+def compute(memory: ExpertMemory, layer: int, x: Tensor, indices: Tensor, weights: Tensor, parts: Tensor) -> None:
+    """Fill in `parts` [T, k, H] with the target's experts, read wherever the table says; needs no host on a GPU.
 
-            slab = self.memory.device.data_ptr()
-            return grouped_gemm.expert_ffn(
-                x, indices, weights, self.memory.table[layer], self.memory.shape.expert_width,
-                slab=(slab, slab + self.memory.device.nbytes),
-            )  # fmt: skip
-        return combine(self.parts(layer, x, indices, weights), x.dtype)
+    Choices of NOT_NOW are left as they are.
+    """
+    if x.is_cuda:
+        from specter_lab.engine.kernels import grouped_gemm
 
-    def parts(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-        """Weighted outputs of every choice [T, k, H] float32; those of NOT_NOW are left as they are in `out`."""
-        return pair_outputs(x, indices, weights, lambda e: self.memory.pieces(self.memory.block(layer, e)), out)
+        slab = memory.device.data_ptr(), memory.device.data_ptr() + memory.device.nbytes
+        grouped_gemm.expert_parts(x, indices, weights, memory.table[layer], memory.shape.expert_width, parts, slab=slab)
+    else:
+        pair_outputs(x, indices, weights, lambda e: memory.pieces(memory.block(layer, e)), parts)
+
+
+def combine(parts: Tensor, indices: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
+    """Sum [T, k, H] over the choices, in their order: [T, H]."""
+    if parts.is_cuda:
+        from specter_lab.engine.kernels import routes
+
+        out = torch.empty(len(parts), parts.shape[2], dtype=dtype, device=parts.device)
+        return routes.combine(parts.flatten(0, 1), indices, num_experts, out)
+    total = torch.zeros_like(parts[:, 0])
+    for choice in range(parts.shape[1]):
+        total = total + parts[:, choice]
+    return total.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -59,34 +68,25 @@ class DraftExperts:
             from specter_lab.engine.kernels import int4_experts
 
             return int4_experts.expert_ffn(x, indices, weights, bank)
-        return combine(pair_outputs(x, indices, weights, lambda e: _effective(bank, e)), x.dtype)
+        parts = new_parts(x, indices)
+        pair_outputs(x, indices, weights, lambda e: _effective(bank, e), parts)
+        return combine(parts, indices, len(bank.gate.packed), x.dtype)
 
 
 def pair_outputs(
-    x: Tensor, indices: Tensor, weights: Tensor, expert: Callable[[int], tuple[Tensor, Tensor]], out: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    """Every (token, choice) computed alone, on a CPU: [T, k, H] float32.
+    x: Tensor, indices: Tensor, weights: Tensor, expert: Callable[[int], tuple[Tensor, Tensor]], parts: Tensor
+) -> None:
+    """Every (token, choice) computed alone, on a CPU, into `parts` [T, k, H]; choices of NOT_NOW are left alone.
 
     Args:
         expert: number -> (gate and up [2I, H], down [H, I]).
-        out: to be filled in; choices of NOT_NOW are left alone.
     """
-    out = torch.zeros(*indices.shape, x.shape[1]) if out is None else out
     for token, choices in enumerate(indices.tolist()):
         for choice, number in enumerate(choices):
             if number != NOT_NOW:
                 gate_up, down = expert(number)
                 gate, up = (gate_up.to(x.dtype) @ x[token]).chunk(2)
-                out[token, choice] = (down.to(x.dtype) @ (silu(gate) * up)).float() * weights[token, choice].float()
-    return out
-
-
-def combine(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum [T, k, H] over the choices, in their order: [T, H]."""
-    total = torch.zeros_like(parts[:, 0])
-    for choice in range(parts.shape[1]):
-        total = total + parts[:, choice]
-    return total.to(dtype)
+                parts[token, choice] = (down.to(x.dtype) @ (silu(gate) * up)).float() * weights[token, choice].float()
 
 
 def _effective(bank: Int4Bank, expert: int) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from specter_lab.engine.arena import Budget, host_slab
 from specter_lab.engine.shape import Shape
-from specter_lab.plan.policy import Loads
+from specter_lab.engine.stopwatch import Stopwatch
+from specter_lab.plan.policy import Clock, Loads
 from specter_lab.plan.residency import ABSENT, NONE, Slots, new_slots, reserve
+
+PREFETCH, MISS = "prefetch", "miss"  # kinds of copies
 
 
 @dataclass
@@ -33,6 +36,8 @@ class ExpertMemory:
     table: Tensor  # [L, E] int64, addresses; on the device
     stream: torch.cuda.Stream | None  # of the copies; None on a CPU
     copy_ms: float  # one expert, measured when the slabs were made
+    held: np.ndarray  # [L, S] expert whose address a slot's bytes are named by in the table, or ABSENT
+    watch: Stopwatch
     link_free_ms: float = 0.0  # when the copies begun so far should have ended, on the host's clock
     h2d_bytes: int = 0  # copied into slots; counted at the copy call
     counters: dict[str, int] = field(default_factory=dict)
@@ -49,62 +54,90 @@ class ExpertMemory:
             return self.device[self.first_slot[layer] + slot]
         return self.host[layer, expert]
 
-    def load(self, loads: Loads) -> int:
-        """Begin copies of absent experts, in order; returns how many were begun (the others found every slot pinned)."""
-        begun = 0
-        for layer, expert in zip(*(part.tolist() for part in loads)):
-            begun += self._copy(layer, expert)
-        if begun < len(loads[0]):
-            self.count("prefetch refused: all slots pinned", len(loads[0]) - begun)
+    def load(self, loads: Loads, work: str = PREFETCH) -> int:
+        """Begin copies of absent experts, in order, until a layer has every slot pinned; returns how many were begun."""
+        begun, wanted = 0, len(loads[0])
+        if not wanted:
+            return 0
+        with torch.cuda.stream(self.stream), self.watch.stretch("H2D", work):  # on a CPU everything happens at once
+            for layer, expert in zip(*(part.tolist() for part in loads)):
+                begun += self._copy(layer, expert)
+        if work == PREFETCH and begun < wanted:
+            self.count("prefetch refused: all slots pinned", wanted - begun)
+        self.h2d_bytes += begun * self.host[0, 0].nbytes
+        self.link_free_ms = max(self.link_free_ms, time.perf_counter() * 1e3) + begun * self.copy_ms
         return begun
 
     def _copy(self, layer: int, expert: int) -> bool:
-        before = self.slots.expert_in[layer].copy()
         slot = reserve(self.slots, layer, expert)
         if slot == NONE:
             return False
-        victim, place = before[slot], self.device[self.first_slot[layer] + slot]
-        with torch.cuda.stream(self.stream):  # on a CPU: None, and everything happens at once
-            if victim != ABSENT:
-                self.table[layer, victim] = self.host[layer, victim].data_ptr()
-            place.copy_(self.host[layer, expert], non_blocking=True)
-            self.table[layer, expert] = place.data_ptr()
+        victim, place = self.held[layer, slot], self.device[self.first_slot[layer] + slot]
+        if victim != ABSENT:
+            self.table[layer, victim] = self.host[layer, victim].data_ptr()
+        place.copy_(self.host[layer, expert], non_blocking=True)
+        self.table[layer, expert] = place.data_ptr()
+        self.held[layer, slot] = expert
         self.slots.ready_ms[layer, slot] = 0  # the table tells kernels when; the host needs no event of its own
-        self.h2d_bytes += place.nbytes
-        self.link_free_ms = max(self.link_free_ms, time.perf_counter() * 1e3) + self.copy_ms
         return True
 
     def settled(self) -> None:
         """Make the current stream wait for every copy that was begun."""
         if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            with self.watch.stretch("compute", "stall"):
+                torch.cuda.current_stream().wait_stream(self.stream)
+
+    def after_compute(self) -> None:
+        """Make the copies to come wait for what the current stream has been given so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+
+    def clock(self) -> Clock:
+        """Where the copies stand, on the host's clock."""
+        now_ms = time.perf_counter() * 1e3
+        return Clock(now_ms, max(now_ms, self.link_free_ms), self.copy_ms)
 
     def count(self, name: str, times: int = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + times
 
 
-def new_expert_memory(
-    shape: Shape, slots_per_layer: np.ndarray, budget: Budget, *, device: str, dtype: torch.dtype, order: int
-) -> ExpertMemory:
-    """Slabs for `slots_per_layer` [L] experts; host blocks are filled by the caller (`fill`).
+def new_host(shape: Shape, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Room for every routed expert: [L, E, N].
 
     Raises:
-        UserError: the budget or the host's memory does not suffice.
+        UserError: the host's memory does not suffice, or cannot be pinned.
     """
-    layers, on_gpu = len(shape.moe_layers), torch.device(device).type == "cuda"
-    itemsize = dtype.itemsize
-    total = int(slots_per_layer.sum())
-    budget.take("expert slots", total * shape.expert_numel * itemsize, "ask for fewer slots or a larger budget")
-    host = host_slab(layers * shape.num_experts * shape.expert_numel * itemsize, pinned=on_gpu).view(dtype)
-    host = host.view(layers, shape.num_experts, shape.expert_numel)
-    addresses = host.data_ptr() + torch.arange(layers * shape.num_experts) * shape.expert_numel * itemsize
-    slab = torch.empty(total, shape.expert_numel, dtype=dtype, device=device)
+    layers = len(shape.moe_layers)
+    slab = host_slab(layers * shape.num_experts * shape.expert_numel * dtype.itemsize, pinned=pinned).view(dtype)
+    return slab.view(layers, shape.num_experts, shape.expert_numel)
+
+
+def put(host: Tensor, layer: int, expert: int, part: int, weight: Tensor) -> None:
+    """Put one matrix of an expert (0: gate, 1: up, 2: down) into the host slab."""
+    size = weight.numel()
+    host[layer, expert, part * size : (part + 1) * size] = weight.flatten()
+
+
+def new_expert_memory(
+    shape: Shape, host: Tensor, slots_per_layer: np.ndarray, budget: Budget, *, device: torch.device, order: int
+) -> ExpertMemory:
+    """Empty slots for `slots_per_layer` [L] experts of the host slab [L, E, N].
+
+    Raises:
+        UserError: the budget does not suffice.
+    """
+    total, on_gpu = int(slots_per_layer.sum()), device.type == "cuda"
+    budget.take("expert slots", total * host[0, 0].nbytes, "ask for fewer slots or a larger budget")
+    layers, experts = host.shape[:2]
+    addresses = host.data_ptr() + torch.arange(layers * experts).view(layers, experts) * host[0, 0].nbytes
+    slab = torch.empty(total, shape.expert_numel, dtype=host.dtype, device=device)
     return ExpertMemory(
         shape=shape, host=host, device=slab,
         first_slot=np.concatenate([[0], np.cumsum(slots_per_layer)[:-1]]),
-        slots=new_slots(slots_per_layer, shape.num_experts, order),
-        table=addresses.view(layers, shape.num_experts).to(device),
+        slots=new_slots(slots_per_layer, experts, order),
+        table=addresses.to(device),
         stream=torch.cuda.Stream(device) if on_gpu else None, copy_ms=_copy_ms(host[0, 0], slab[0]),
+        held=np.full((layers, int(slots_per_layer.max())), ABSENT), watch=Stopwatch(on_gpu),
     )  # fmt: skip
 
 
@@ -117,9 +150,3 @@ def _copy_ms(source: Tensor, target: Tensor) -> float:
             torch.cuda.synchronize()
         elapsed_ms = (time.perf_counter() - began) * 1e3
     return elapsed_ms
-
-
-def fill(memory: ExpertMemory, layer: int, expert: int, part: int, weight: Tensor) -> None:
-    """Put one matrix of an expert (0: gate, 1: up, 2: down) into the host slab."""
-    size = weight.numel()
-    memory.host[layer, expert, part * size : (part + 1) * size] = weight.flatten()

@@ -10,27 +10,25 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from specter_lab.engine.api import Engine, assemble
 from specter_lab.engine.decoder import Attention, Decoder, Layer, Linear, Mlp, Norm
-from specter_lab.engine.experts import ExpertMemory
 from specter_lab.engine.shape import shape_of
+from specter_lab.engine.weights import Weights, new_weights
 from specter_lab.models.originals import config_for
 
 SCALE = 0.02  # standard deviation of every weight but the norms', which are 1
 
 
-def load_random(model: str, slots: int, *, device: str | None = None, seed: int = 0) -> Engine:
-    """An engine with the sizes of `model` (`models.originals.config_for`) and `slots` expert slots per layer."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    config, generator = config_for(model), torch.Generator(device).manual_seed(seed)
+def random_weights(model: str, *, device: str | None = None, seed: int = 0) -> Weights:
+    """Weights with the sizes of `model` (`models.originals.config_for`)."""
+    config = config_for(model)
 
-    def read(memory: ExpertMemory) -> Decoder:
-        for layer in memory.host:  # a layer is drawn on the device and copied at once
-            layer.copy_(_normal(layer.shape, memory.host.dtype, generator))
-        return random_decoder(config, memory.host.dtype, generator)
+    def read(host: Tensor, where: str) -> Decoder:
+        generator = torch.Generator(where).manual_seed(seed)
+        for layer in host:  # a layer is drawn on the device and copied at once
+            layer.copy_(_normal(layer.shape, host.dtype, generator))
+        return random_decoder(config, host.dtype, generator)
 
-    return assemble(config, f"random {model}", read, None, draft="int4", expert_budget=slots, in_slots=True,
-                    policy="specter-fast", device=device)  # fmt: skip
+    return new_weights(config, f"random {model}", None, device, read)
 
 
 def random_decoder(config: PretrainedConfig, dtype: torch.dtype, generator: torch.Generator) -> Decoder:

@@ -1,7 +1,7 @@
 """One request in flight: the buffers a round reads and writes, and the two passes it is made of.
 
-Everything a pass reads lies in buffers of fixed address, so that on a GPU each pass is captured once as a CUDA graph and then only
-replayed; on a CPU the same functions are called. Neither waits for the host.
+Everything a pass reads lies in buffers of fixed address, so that on a GPU each pass is captured once (`graphs`) and then only
+replayed; on a CPU the same functions are called.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from specter_lab.engine.decoder import Decoder, Experts, KvCache, forward, new_kv_cache
+from specter_lab.engine.graphs import captured
 from specter_lab.engine.ops import Ops
+from specter_lab.engine.served import TargetExperts
 from specter_lab.measure.sampling import GREEDY, distribution
 
 PREFILL_TOKENS = 32  # read in one pass
@@ -25,7 +27,7 @@ class Session:
 
     decoder: Decoder
     draft_experts: Experts
-    target_experts: Experts
+    target_experts: TargetExperts
     ops: Ops
     temperature: float
     kv: KvCache
@@ -78,12 +80,12 @@ class Session:
         if not self.window.is_cuda:
             return function()
         if name not in self.graphs:
-            self.graphs[name] = _captured(function, self)
+            self.graphs[name] = captured(function, (self.position, self.step, self.window))
         return self.graphs[name]()
 
 
 def new_session(
-    decoder: Decoder, draft_experts: Experts, target_experts: Experts, ops: Ops, *, max_tokens: int, depth: int,
+    decoder: Decoder, draft_experts: Experts, target_experts: TargetExperts, ops: Ops, *, max_tokens: int, depth: int,
     temperature: float,
 ) -> Session:  # fmt: skip
     """Buffers for up to `max_tokens` committed tokens and windows of `depth`."""
@@ -103,24 +105,3 @@ def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """One token per row of [B, V] by inversion of uniform [B]: [B]."""
     cumulative = probabilities.double().cumsum(dim=-1)
     return torch.searchsorted(cumulative, (uniform[:, None] * cumulative[:, -1:]), right=True).squeeze(1)
-
-
-def _captured(function: Callable[[], object], session: Session) -> Callable[[], object]:
-    """`function` as a CUDA graph. The warm-up changes buffers, so they are put back."""
-    kept = [(buffer, buffer.clone()) for buffer in (session.position, session.step, session.window)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = function()
-    for buffer, value in kept:
-        buffer.copy_(value)
-
-    def replay() -> object:
-        graph.replay()
-        return out
-
-    return replay

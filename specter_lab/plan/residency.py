@@ -123,6 +123,25 @@ def release_all(slots: Slots, layer: int) -> None:
 
 
 @compiled
+def use_all(slots: Slots, used: np.ndarray) -> tuple[int, int]:
+    """A pass has used these experts [L, T, k]: note it, drop all pins; returns distinct experts, and those in a slot."""
+    needed = hits = 0
+    for layer in range(len(used)):
+        release_all(slots, layer)
+        seen = np.zeros(slots.slot_of.shape[1], np.bool_)
+        for token in range(used.shape[1]):
+            for expert in used[layer, token]:
+                if seen[expert]:
+                    continue
+                seen[expert] = True
+                needed += 1
+                if slots.slot_of[layer, expert] != ABSENT:
+                    hits += 1
+                    use(slots, layer, expert)
+    return needed, hits
+
+
+@compiled
 def rescore(slots: Slots, score: np.ndarray) -> None:
     """Take over scores [L, E] and order every layer's victims by them (ties: as they were)."""
     slots.score[:] = score

@@ -36,11 +36,11 @@ def ids_of(engine: api.Engine) -> torch.Tensor:
 def test_logits_are_transformers(model):
     source, engine = load_reference(model), engine_of(model, 2)
     ids = torch.randint(3, 2048, (24,), generator=torch.Generator().manual_seed(0))
-    kv = new_kv_cache(engine.memory.shape, 32, engine.decoder.embedding)
+    kv = new_kv_cache(engine.memory.shape, 32, engine.weights.decoder.embedding)
     with torch.inference_mode():
         expected = source.model(ids[None]).logits[0]
-        first = forward(engine.decoder, ids[:10], torch.tensor([0]), kv, engine.target, TorchOps())
-        second = forward(engine.decoder, ids[10:], torch.tensor([10]), kv, engine.target, TorchOps(by_row=True))
+        first = forward(engine.weights.decoder, ids[:10], torch.tensor([0]), kv, engine.target, TorchOps())
+        second = forward(engine.weights.decoder, ids[10:], torch.tensor([10]), kv, engine.target, TorchOps(by_row=True))
     found = torch.cat([first.logits, second.logits])
     assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
 
@@ -64,6 +64,45 @@ def test_offloaded_speculative_equals_resident_plain(model, device):
     expected = resident.generate(ids, 64, depth=0)
     for slots, depth in ((1, 8), (4, 3), (8, 16)):
         assert torch.equal(engine_of(model, slots, device).generate(ids, 64, depth=depth), expected)
+
+
+PAPER = ("specter", "specmoeoff", "sp-e", "sp-l", "lru", "lru-s", "fifo", "lfu", "sp-moe", "promoe", "specter-fast")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("model", "policies"), [("qwen-nano", PAPER), ("phi-nano", PAPER[:1]), ("deepseek-nano", PAPER[:1])]
+)
+def test_paper_mode_writes_the_same_under_every_policy(model, policies, device):
+    """Also with a single slot, where a layer's misses come one after the other through it."""
+    fast = engine_of(model, 4, device)
+    ids = ids_of(fast)
+    expected = fast.generate(ids, 12, depth=0)
+    for number, policy in enumerate(policies):
+        slots = (1, 6)[number % 2]
+        engine = api.engine_for(fast.weights, expert_budget=slots, in_slots=True, mode="paper", policy=policy)
+        engine.memory.device.fill_(float("nan"))
+        assert torch.equal(engine.generate(ids, 12), expected), policy
+        assert engine.stats.read_through_bytes == 0 and not engine.memory.slots.pinned.any()
+
+
+def test_paper_mode_counts_every_copy():
+    engine = engine_of("qwen-nano", 3, mode="paper", policy="lru")
+    engine.generate(ids_of(engine), 24)
+    stats, slots = engine.stats, engine.memory.slots
+    expert_bytes = engine.memory.host[0, 0].nbytes
+    assert stats.tokens_per_round == 1 and stats.needed == 24 * 4 * len(slots.count)
+    assert stats.h2d_bytes == (stats.needed - stats.hits) * expert_bytes > 0
+    assert engine.memory.h2d_bytes == slots.generation.sum() * expert_bytes  # the prompt's as well
+
+
+def test_speculation_in_paper_mode_hits_what_it_prefetched():
+    hits = {}
+    for policy in ("specter", "lru"):
+        engine = engine_of("qwen-nano", 16, mode="paper", policy=policy)
+        engine.generate(ids_of(engine), 48, depth=4 if policy == "specter" else None)
+        hits[policy] = engine.stats.hits / engine.stats.needed
+    assert hits["specter"] > 0.85 > hits["lru"]
 
 
 class Wrong(Prefetcher):
@@ -100,7 +139,7 @@ def test_prefetched_experts_are_hit():
     engine.generate(ids_of(engine), 48, depth=3)
     slots = engine.memory.slots
     assert engine.stats.hits > 0.65 * engine.stats.needed
-    assert not slots.pinned.any() and not engine.stats.counters.get("prefetch refused: all slots pinned")
+    assert not slots.pinned.any()
 
 
 def test_streamed_text_is_the_whole_text():
@@ -153,5 +192,10 @@ def test_what_the_engine_has_no_code_for():
     with pytest.raises(UserError, match="changes the output"):
         lossy = next(p for p in api.find_policy.__globals__["POLICIES"].values() if p.lossy)
         api.load("qwen-nano", expert_budget="1MiB", policy=lossy.id, device="cpu")
+    for policy, why in (("ss-moe", "fewer of the target's"), ("fiddler", "on the CPU"), ("moe-infinity", "scores")):
+        with pytest.raises(UserError, match=why):
+            engine_of("qwen-nano", 2, mode="paper", policy=policy)
+    with pytest.raises(UserError, match="no mode 'slow'"):
+        engine_of("qwen-nano", 2, mode="slow")
     with pytest.raises(UserError, match="at least 2 tokens"):
         engine_of("qwen-nano", 2).generate(torch.tensor([5]), 4)

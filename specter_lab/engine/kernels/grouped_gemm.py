@@ -117,35 +117,41 @@ def expert_ffn(
 ) -> Tensor:  # fmt: skip
     """The routed experts of one MoE layer: sum over a token's experts of weight * down(silu(gate x) * up x).
 
+    Arguments are those of `expert_parts`. Returns [T, H] bfloat16.
+    """
+    parts = torch.empty(*indices.shape, x.shape[1], dtype=torch.float32, device=x.device)  # [T, k, H]
+    expert_parts(x, indices, weights, addresses, expert_width, parts, slab=slab, tiles=tiles)
+    return combine(parts.flatten(0, 1), indices, addresses.shape[0], torch.empty_like(x))
+
+
+def expert_parts(
+    x: Tensor, indices: Tensor, weights: Tensor, addresses: Tensor, expert_width: int, parts: Tensor,
+    *, slab: tuple[int, int] | None = None, tiles: tuple[GroupedTiles, GroupedTiles] = (GATE_UP, DOWN),
+) -> None:  # fmt: skip
+    """Every choice's weight * down(silu(gate x) * up x); `combine` sums them.
+
     Args:
         x: [T, H] bfloat16, T at most 64.
-        indices: [T, k] experts used; a value outside 0 .. E-1 adds nothing.
+        indices: [T, k] experts used; for a value outside 0 .. E-1 nothing is computed or written.
         weights: [T, k] factors, any float type.
         addresses: [E] int64 on the device: where each expert's block of 3 I H bfloat16 starts, on a 16-byte boundary.
         expert_width: I.
+        parts: [T, k, H] float32, to be filled in. The product of gate and up is rounded to bfloat16, sums are float32.
         slab: first and one-past-last address of the device slab; experts outside it are started first.
         tiles: shapes of the programs of the two launches.
-
-    Returns:
-        [T, H] bfloat16; the product of gate and up is rounded to bfloat16 in between, sums are float32.
 
     Raises:
         ValueError: wrong dtype or layout, or too many tokens.
     """
     tokens, top_k = indices.shape
-    hidden, num_experts = x.shape[1], addresses.shape[0]
     if x.dtype != torch.bfloat16 or addresses.dtype != torch.int64:
         raise ValueError(f"inputs are {x.dtype} and addresses {addresses.dtype}, bfloat16 and int64 are needed")
-    if not (x.is_contiguous() and weights.is_contiguous() and addresses.is_contiguous()):
-        raise ValueError("inputs, weights and addresses must be contiguous")
-    out = torch.empty_like(x)
-    routes = route(indices, num_experts, addresses, slab)
-    if tokens == 0:
-        return out
-    act = torch.empty(tokens * top_k, expert_width, dtype=torch.bfloat16, device=x.device)  # [P, I]
-    parts = torch.empty(tokens * top_k, hidden, dtype=torch.float32, device=x.device)  # [P, H]
-    _launch(x, weights, addresses, routes, act, parts, tiles)
-    return combine(parts, indices, num_experts, out)
+    if not (x.is_contiguous() and weights.is_contiguous() and addresses.is_contiguous() and parts.is_contiguous()):
+        raise ValueError("inputs, weights, addresses and parts must be contiguous")
+    routes = route(indices, addresses.shape[0], addresses, slab)
+    if tokens:
+        act = torch.empty(tokens * top_k, expert_width, dtype=torch.bfloat16, device=x.device)  # [P, I]
+        _launch(x, weights, addresses, routes, act, parts, tiles)
 
 
 def _launch(

@@ -24,6 +24,7 @@ class RollingPrefetch(Prefetcher):
 
     def __init__(self, scene: Scene, confidence: float = CONFIDENCE) -> None:
         self._scene, self._confidence = scene, confidence
+        self._step_ms = scene.costs.draft_step_ms
 
     def begin(self, slots: Slots, depth: int, clock: Clock) -> Loads:
         self._slots = slots
@@ -33,7 +34,10 @@ class RollingPrefetch(Prefetcher):
 
     def drafted(self, step: int, experts: np.ndarray, weights: np.ndarray, clock: Clock) -> Loads:
         want(self._slots, self._wanted_at, self._room, step, experts, weights, self._confidence)
-        return self._loads(clock, self._scene.costs.draft_step_ms)
+        return self._loads(clock, self._step_ms)
+
+    def observe_step(self, ms: float) -> None:
+        self._step_ms = ms
 
     def ahead(self, needs: Needs) -> Ahead:
         layers, experts = hand_out(self._wanted_at, self._wanted_at.size)

@@ -1,0 +1,129 @@
+"""Who brings the target's experts to where they are computed.
+
+Fast mode: nobody. The kernel reads each expert wherever the table says, over the link if need be, and the host learns
+afterwards what was used (`ReadThrough`).
+
+Paper mode: the host, layer by layer (`OnDemand`; Specter, section SEE). It reads the layer's routing, begins the copies of what is
+missing, has those that are there computed meanwhile, and then the others:
+
+    host       route? | begin copies of misses                     | route? | ...
+    compute    layer  | hits ......... | wait | misses | sum       | layer  | ...
+    copies            | miss, miss, miss      |
+
+Both give bitwise the same sums (`expert_math`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specter_lab.engine import expert_math
+from specter_lab.engine.expert_math import NOT_NOW
+from specter_lab.engine.experts import MISS, ExpertMemory
+from specter_lab.engine.graphs import Launch, host_work
+from specter_lab.plan.policy import Prefetcher
+from specter_lab.plan.residency import ABSENT, release, release_all, use, use_all
+
+
+class Uses(NamedTuple):
+    """Distinct experts per layer of a target pass."""
+
+    needed: int
+    hits: int  # in a slot when their layer was routed
+    read_through: int  # read over the link by kernels
+
+
+class TargetExperts(Protocol):
+    """What a target pass asks for."""
+
+    def __call__(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """The routed experts of an MoE layer: x [T, H], indices [T, k], weights [T, k] -> [T, H]."""
+
+    def end_pass(self, used: np.ndarray) -> Uses:
+        """A pass has used the experts [L, T, k]: note it, drop its pins."""
+
+
+@dataclass(frozen=True)
+class ReadThrough:
+    """The target's experts in fast mode."""
+
+    memory: ExpertMemory
+
+    def __call__(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        parts = expert_math.new_parts(x, indices)
+        expert_math.compute(self.memory, layer, x, indices, weights, parts)
+        return expert_math.combine(parts, indices, self.memory.shape.num_experts, x.dtype)
+
+    def end_pass(self, used: np.ndarray) -> Uses:
+        needed, hits = use_all(self.memory.slots, used)
+        return Uses(needed, hits, needed - hits)
+
+
+@dataclass
+class OnDemand:
+    """The target's experts in paper mode."""
+
+    memory: ExpertMemory
+    prefetcher: Prefetcher
+    _host: dict[tuple, Tensor] = field(default_factory=dict)  # staging for indices, by shape
+    _needed: int = 0
+    _hits: int = 0
+
+    def __call__(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        parts, chosen = expert_math.new_parts(x, indices), torch.empty_like(indices)
+        staged = self._staging(indices)
+        staged[0].copy_(indices, non_blocking=True)
+        host_work(
+            lambda run: self._serve(layer, staged, chosen, run),
+            lambda: expert_math.compute(self.memory, layer, x, chosen, weights, parts),
+        )
+        return expert_math.combine(parts, indices, self.memory.shape.num_experts, x.dtype)
+
+    def end_pass(self, used: np.ndarray) -> Uses:
+        use_all(self.memory.slots, used[:, :0])  # uses were noted when each layer was served
+        found = Uses(self._needed, self._hits, 0)
+        self._needed = self._hits = 0
+        return found
+
+    def _serve(self, layer: int, staged: Tensor, chosen: Tensor, run: Launch) -> None:
+        """Hits first, then misses, as many at a time as the layer has slots for."""
+        memory, slots = self.memory, self.memory.slots
+        if memory.stream is not None:
+            torch.cuda.current_stream().synchronize()  # the layer's routing has reached the host
+        memory.settled()
+        release_all(slots, layer)  # what was planned for this layer has come, or is not needed
+        used, runs = staged[0].numpy(), 0
+        needed = np.unique(used)
+        resident = slots.slot_of[layer, needed] != ABSENT
+        there, missing = needed[resident], needed[~resident]
+        self._needed, self._hits = self._needed + len(needed), self._hits + len(there)
+        slots.pinned[layer, needed] = True
+        while True:
+            begun = memory.load((np.full(len(missing), layer), missing), MISS)
+            if len(there):
+                runs += 1
+                staged[runs].numpy()[:] = np.where(np.isin(used, there), used, NOT_NOW)
+                chosen.copy_(staged[runs], non_blocking=True)
+                run()
+            for expert in there.tolist():
+                use(slots, layer, expert)
+                release(slots, layer, expert)
+            if not len(missing):
+                break
+            memory.settled()
+            memory.after_compute()  # whoever was computed may be overwritten
+            there, missing = missing[:begun], missing[begun:]
+        memory.load(self.prefetcher.verifying(layer, used, memory.clock()))
+
+    def _staging(self, indices: Tensor) -> Tensor:
+        """[E + 1, T, k] on the host: a layer's indices, then those of every run; reused once the layer is through."""
+        key = tuple(indices.shape)
+        if key not in self._host:
+            size = (self.memory.shape.num_experts + 1, *key)
+            self._host[key] = torch.empty(size, dtype=indices.dtype, pin_memory=indices.is_cuda)
+        return self._host[key]

@@ -1,0 +1,55 @@
+"""When work on a stream began and ended: device events on a GPU, read once they have happened, or the host's clock on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from specter_lab.plan.streams import NOBODY, Span
+
+
+@dataclass
+class Stopwatch:
+    """Stretches of work, as `plan.streams.Span` in ms since `start`."""
+
+    on_gpu: bool
+    _origin: object = None
+    _pending: list = field(default_factory=list)
+
+    def start(self) -> None:
+        """Forget everything; times count from here."""
+        self._pending.clear()
+        self._origin = self._mark()
+
+    @contextmanager
+    def stretch(self, stream: str, work: str, layer: int = NOBODY) -> Iterator[None]:
+        """Time what is given to the current CUDA stream inside; `stream` and `work` are what it is called."""
+        began = self._mark()
+        yield
+        self._pending.append((stream, work, layer, began, self._mark()))
+
+    def ended(self) -> list[Span]:
+        """Stretches that have ended since the last call, in the order they were given."""
+        spans, still_running = [], []
+        for stretch in self._pending:
+            stream, work, layer, began, end = stretch
+            if self.on_gpu and not end.query():
+                still_running.append(stretch)
+                continue
+            spans.append(Span(stream, self._since_start(began), self._since_start(end), work, layer, NOBODY))
+        self._pending = still_running
+        return spans
+
+    def _mark(self) -> object:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since_start(self, mark: object) -> float:
+        return self._origin.elapsed_time(mark) if self.on_gpu else (mark - self._origin) * 1e3
