@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -60,6 +61,7 @@ class Row:
     hit_rate: float  # distinct experts in a slot when verification began
     link_bytes_per_token: float
     link_gb_s: float  # moved over decoding time
+    busy_ms_per_token: dict[str, float]  # by kind of work, see `decode.Meter`
 
 
 def decode_row(engine: Engine, depth: int | None, tokens: int, repeats: int, ids: Tensor) -> Row:
@@ -77,6 +79,7 @@ def decode_row(engine: Engine, depth: int | None, tokens: int, repeats: int, ids
         ms_per_token=1e3 * meter.seconds / meter.tokens, acceptance=meter.acceptance,
         tokens_per_round=meter.tokens_per_round, hit_rate=meter.hits / meter.needed,
         link_bytes_per_token=moved / meter.tokens, link_gb_s=moved / meter.seconds / 1e9,
+        busy_ms_per_token={work: ms / meter.tokens for work, ms in meter.busy_ms.items()},
     )  # fmt: skip
 
 
@@ -153,8 +156,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen-nano")
     parser.add_argument("--widen-to", default=None)
     parser.add_argument("--random", default=None, metavar="ORIGINAL", help="random weights of this geometry instead")
-    parser.add_argument("--mode", default="fast", help="fast or paper")
-    parser.add_argument("--policy", default=None, help="default: the mode's")
+    parser.add_argument("--systems", nargs="+", default=["fast"], help="modes, or mode:policy like paper:lru")
     parser.add_argument("--slots", type=int, nargs="+", default=[60, 15])
     parser.add_argument("--depths", type=int, nargs="*", default=None, help="instead of 0 3 8 16 and online")
     parser.add_argument("--tokens", type=int, default=128)
@@ -163,13 +165,16 @@ def main() -> None:
     options = parser.parse_args()
     rows, timed = [], []
     weights = _loaded(options)
-    for slots in options.slots:
-        engine = engine_for(weights, expert_budget=slots, in_slots=True, mode=options.mode, policy=options.policy)
+    for slots, system in product(options.slots, options.systems):
+        mode, _, policy = system.partition(":")
+        engine = engine_for(weights, expert_budget=slots, in_slots=True, mode=mode, policy=policy or None)
         print(f"{engine.policy.title}, {slots} slots per layer: {engine.budget.taken}", flush=True)
-        if slots >= engine.memory.shape.num_experts:
+        if slots >= weights.shape.num_experts and mode == "fast":
             engine.fill_slots()
             timed = _show_passes(engine)
         for depth in DEPTHS if options.depths is None else options.depths:
+            if depth and not engine.draft.banks:
+                continue
             row = decode_row(engine, depth, options.tokens, options.repeats, _prompt(engine))
             rows.append(row)
             _show_row(row, meaningful=options.random is None)
@@ -218,7 +223,8 @@ def _show_row(row: Row, meaningful: bool) -> None:
     found = (f"acceptance {row.acceptance:.3f}  tokens/round {row.tokens_per_round:5.2f}  hits {row.hit_rate:.3f}  "
              if meaningful else "")  # fmt: skip
     print(f"  slots {row.slots_per_layer:3d} K {row.depth:>6s} {row.ms_per_token:8.3f} ms/token  {found}"
-          f"{row.link_bytes_per_token / 1e6:8.1f} MB/token  link {row.link_gb_s:5.1f} GB/s", flush=True)  # fmt: skip
+          f"{row.link_bytes_per_token / 1e6:8.1f} MB/token  link {row.link_gb_s:5.1f} GB/s  "
+          + "  ".join(f"{work} {ms:.2f}" for work, ms in row.busy_ms_per_token.items()), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
