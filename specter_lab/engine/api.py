@@ -8,6 +8,7 @@ engine.stats
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from specter_lab.plan.step_costs import StepCosts
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 MAX_DEPTH = 16
+SESSION_TOKENS = 256  # a session's room for tokens is a multiple of this
 MODES = {"fast": "specter-fast", "paper": "specter"}  # and their policies
 
 
@@ -65,7 +67,7 @@ class Engine:
 
     def generate(
         self, prompt: str | Tensor, max_new_tokens: int = 128, *, temperature: float = 0.0, depth: int | None = None,
-        seed: int = 0, stream: bool = False,
+        seed: int = 0, stream: bool = False, ignore_eos: bool = False,
     ) -> str | Tensor | Iterator:  # fmt: skip
         """Continue `prompt`: text gives text, token ids [P] or [1, P] give ids [1, P + N] as transformers' `generate` does.
 
@@ -73,6 +75,7 @@ class Engine:
             temperature: 0 is greedy; otherwise samples follow the target's distribution exactly.
             depth: drafted tokens per round; None: the policy's, or chosen online from measured times.
             seed: of sampling; the same seed gives the same text at a fixed depth.
+            ignore_eos: go on after the end-of-text token; by default it is the last one.
             stream: yield pieces (text, or lists of ids) as they are committed, and return nothing else.
 
         Raises:
@@ -83,6 +86,8 @@ class Engine:
         if len(ids) < 2:
             raise UserError("a prompt needs at least 2 tokens: one for the prefix and one to go on from")
         pieces = self._rounds(ids.to(self.device), max_new_tokens, temperature, depth, seed)
+        if not ignore_eos:
+            pieces = _until(pieces, self.weights.config.eos_token_id)
         if stream:
             return self._text(pieces) if of_text else pieces
         new = [token for piece in pieces for token in piece]
@@ -114,8 +119,9 @@ class Engine:
 
     def _session_for(self, tokens: int, depth: int, temperature: float) -> Session:
         kept = self._session
-        if kept is None or len(kept.kv.keys[0]) < tokens + depth + 1 or len(kept.window) != depth + 1 \
-                or kept.temperature != temperature:  # fmt: skip
+        fits = kept is not None and len(kept.kv.keys[0]) > tokens + depth and kept.depth >= depth
+        if not fits or kept.temperature != temperature:
+            tokens = SESSION_TOKENS * math.ceil(tokens / SESSION_TOKENS)  # the next, longer request may find it fits
             self.budget.taken.pop("KV cache", None)
             self._session = new_session(self.weights.decoder, self.draft, self.target, self.ops, max_tokens=tokens, depth=depth,
                                         temperature=temperature)  # fmt: skip
@@ -132,6 +138,16 @@ class Engine:
             if not text.endswith("\ufffd"):
                 yield text[shown:]
                 shown = len(text)
+
+
+def _until(pieces: Iterator[list[int]], ends: int | list[int] | None) -> Iterator[list[int]]:
+    """Pieces up to the first of `ends`, which is kept."""
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    for piece in pieces:
+        stop = next((place for place, token in enumerate(piece) if token in ends), None)
+        yield piece if stop is None else piece[: stop + 1]
+        if stop is not None:
+            return
 
 
 def load(model: str, *, device: str | None = None, widen_to: str | None = None, **how) -> Engine:

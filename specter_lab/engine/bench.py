@@ -66,11 +66,11 @@ class Row:
 
 def decode_row(engine: Engine, depth: int | None, tokens: int, repeats: int, ids: Tensor) -> Row:
     """Decode `tokens` tokens after `ids` [P] `repeats` times after one warm-up."""
-    engine.generate(ids, min(tokens, 32), depth=depth)
+    engine.generate(ids, tokens, depth=depth, ignore_eos=True)
     runs = []
     for _ in range(repeats):
         engine.stats = Meter()
-        engine.generate(ids, tokens, depth=depth)
+        engine.generate(ids, tokens, depth=depth, ignore_eos=True)
         runs.append(engine.stats)
     meter = sorted(runs, key=lambda run: run.seconds / run.tokens)[len(runs) // 2]
     moved = meter.h2d_bytes + meter.read_through_bytes
@@ -90,12 +90,12 @@ def passes(engine: Engine, copy_gb_s: float, repeats: int = 15) -> list[Pass]:
     with torch.inference_mode():
         for tokens in (0, *VERIFIED):
             session.window.random_(0, engine.memory.shape.vocab)
-            run = session.draft_step if tokens == 0 else (lambda: session.verify(tokens))
+            run = session.draft_step if tokens == 0 else (lambda: session.verify(tokens - 1))
             ms = median(_timed_ms(session, run) for _ in range(repeats))
             if tokens == 0:
                 read_bytes = _draft_bytes(engine)
             else:
-                read_bytes = _verify_bytes(engine, session.verify(tokens)[1])
+                read_bytes = _verify_bytes(engine, _used(session, tokens))
             what = f"verify {tokens}" if tokens else "draft step"
             found.append(Pass(what, ms, read_bytes, read_bytes / copy_gb_s / 1e6))
     return found
@@ -119,6 +119,13 @@ def _timed_ms(session, run) -> float:
     after.record()
     after.synchronize()
     return before.elapsed_time(after) / RUNS
+
+
+def _used(session, tokens: int) -> Tensor:
+    """Experts [L, T, k] of a verification of `tokens` tokens."""
+    used = session.verify(tokens - 1).used
+    torch.cuda.synchronize()
+    return used
 
 
 def _draft_bytes(engine: Engine) -> int:

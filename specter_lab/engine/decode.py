@@ -1,10 +1,9 @@
 """The decode loop: draft, prefetch, verify, accept (Specter, algorithm of sections SIC and PIO).
 
     while not done:
-        window = propose(session, depth)          # INT4, resident; the planner prefetches what its routing names
-        p, used = session.verify(depth + 1)       # the target, reading the address table
-        accepted, last = accept(window, q, p)     # greedy, or exact sampling
-        position += accepted + 1                  # the target's keys and values are in place already
+        propose(session, memory, prefetcher, k)   # INT4, resident; the planner prefetches what its routing names
+        verified = session.verify(k)              # the target's experts where they lie; greedy or exact sampling
+        yield verified.committed()                # the target's keys and values are in place already
 
 The host waits for the device once a round, to read the accepted tokens, and while drafting for the routing of the step
 *before* the one that runs. What to copy is decided by the policy's prefetcher, the same object the simulator runs.
@@ -23,7 +22,6 @@ from torch import Generator, Tensor
 from specter_lab.engine.experts import ExpertMemory
 from specter_lab.engine.served import Uses
 from specter_lab.engine.session import Session
-from specter_lab.measure.sampling import accept
 from specter_lab.plan.depth_control import DepthController
 from specter_lab.plan.policy import Prefetcher
 from specter_lab.plan.streams import Span
@@ -84,44 +82,36 @@ def decode(
         prompt: [P] token ids, P at least 2.
         generator: of sampling, on the device; unused when the session is greedy.
     """
-    session.position.zero_()
-    session.prefill(prompt[:-1])
+    session.begin(prompt)
     session.target_experts.end_pass(np.empty((len(memory.slots.count), 0, memory.shape.top_k), np.int64))
-    last, done, copied = prompt[-1:], 0, memory.h2d_bytes
+    done, copied = 0, memory.h2d_bytes
     memory.watch.start()
     while done < new_tokens:
+        k = min(depth.next_depth(), session.depth)
+        session.prepare(k)
         began = time.perf_counter()
-        k = min(depth.next_depth(), len(session.window) - 1)
-        session.step.zero_()
-        session.window[:1] = last
-        propose(session, memory, prefetcher, k, generator)
+        session.draw(generator)
+        propose(session, memory, prefetcher, k)
         memory.settled()
         with memory.watch.stretch("compute", "verify"):
-            p, used = session.verify(k + 1)  # [K + 1, V], [L, K + 1, k]
-        accepted, last = accept(session.window[None, 1 : k + 1], session.q[None, :k], p[None], generator)
-        count, *tokens = torch.cat([accepted, session.window[1 : k + 1], last[0]]).tolist()  # the round's one wait
-        last = last[0]
-        session.position += count + 1
-        uses = session.target_experts.end_pass(used.cpu().numpy())
+            verified = session.verify(k)
+        memory.watch.wait()  # the round's one wait for what it computes
+        accepted, committed = verified.committed()
+        uses = session.target_experts.end_pass(verified.used.numpy())
         meter.add_spans(memory.watch.ended())
-        committed = tokens[:count] + tokens[k:]
-        done += len(committed)
         elapsed = time.perf_counter() - began
-        depth.observe(k, count, elapsed * 1e3)
+        depth.observe(k, accepted, elapsed * 1e3)
         meter.add_round(
-            k, count, uses, uses.read_through * memory.host[0, 0].nbytes, memory.h2d_bytes - copied, elapsed
+            k, accepted, uses, uses.read_through * memory.host[0, 0].nbytes, memory.h2d_bytes - copied, elapsed
         )
-        copied = memory.h2d_bytes
+        done, copied = done + len(committed), memory.h2d_bytes
         yield committed
     meter.counters |= memory.counters
 
 
-def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, depth: int, generator: Generator) -> None:
+def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, depth: int) -> None:
     """Draft `depth` tokens into the session's window; while a step runs, plan with the routing of the one before."""
     memory.load(prefetcher.begin(memory.slots, depth, memory.clock()))
-    if not depth:
-        return
-    session.uniform[:depth] = torch.rand(depth, generator=generator, device=session.uniform.device, dtype=torch.float64)
     routed = _Routing(session)
     for step in range(depth):
         with memory.watch.stretch("compute", "draft step"):
@@ -129,8 +119,10 @@ def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, dept
         routed.fetch(step)
         if step:
             plan(memory, prefetcher, routed, step)
-    plan(memory, prefetcher, routed, depth)
-    memory.load(prefetcher.finish(memory.clock()))
+    if depth:
+        plan(memory, prefetcher, routed, depth)
+        memory.load(prefetcher.finish(memory.clock()))
+    memory.load(prefetcher.rest(memory.clock()))
 
 
 def plan(memory: ExpertMemory, prefetcher: Prefetcher, routed: _Routing, step: int) -> None:

@@ -41,6 +41,7 @@ class ExpertMemory:
     link_free_ms: float = 0.0  # when the copies begun so far should have ended, on the host's clock
     h2d_bytes: int = 0  # copied into slots; counted at the copy call
     counters: dict[str, int] = field(default_factory=dict)
+    _unsettled: bool = False  # copies were begun that no stream waits for yet
 
     def pieces(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """One expert's (gate and up [2I, H], down [H, I]) as views of its block [N]."""
@@ -62,6 +63,7 @@ class ExpertMemory:
         with torch.cuda.stream(self.stream), self.watch.stretch("H2D", work):  # on a CPU everything happens at once
             for layer, expert in zip(*(part.tolist() for part in loads)):
                 begun += self._copy(layer, expert)
+        self._unsettled |= begun > 0
         if work == PREFETCH and begun < wanted:
             self.count("prefetch refused: all slots pinned", wanted - begun)
         self.h2d_bytes += begun * self.host[0, 0].nbytes
@@ -83,9 +85,10 @@ class ExpertMemory:
 
     def settled(self) -> None:
         """Make the current stream wait for every copy that was begun."""
-        if self.stream is not None:
+        if self.stream is not None and self._unsettled:
             with self.watch.stretch("compute", "stall"):
                 torch.cuda.current_stream().wait_stream(self.stream)
+        self._unsettled = False
 
     def after_compute(self) -> None:
         """Make the copies to come wait for what the current stream has been given so far."""

@@ -27,7 +27,7 @@ from specter_lab.engine.expert_math import NOT_NOW
 from specter_lab.engine.experts import MISS, ExpertMemory
 from specter_lab.engine.graphs import Launch, host_work
 from specter_lab.plan.policy import Prefetcher
-from specter_lab.plan.residency import ABSENT, release, release_all, use, use_all
+from specter_lab.plan.residency import begin_layer, end_uses, use_all
 
 
 class Uses(NamedTuple):
@@ -93,26 +93,20 @@ class OnDemand:
     def _serve(self, layer: int, staged: Tensor, chosen: Tensor, run: Launch) -> None:
         """Hits first, then misses, as many at a time as the layer has slots for."""
         memory, slots = self.memory, self.memory.slots
-        if memory.stream is not None:
-            torch.cuda.current_stream().synchronize()  # the layer's routing has reached the host
+        memory.watch.wait()  # the layer's routing has reached the host
         memory.settled()
-        release_all(slots, layer)  # what was planned for this layer has come, or is not needed
-        used, runs = staged[0].numpy(), 0
-        needed = np.unique(used)
-        resident = slots.slot_of[layer, needed] != ABSENT
-        there, missing = needed[resident], needed[~resident]
-        self._needed, self._hits = self._needed + len(needed), self._hits + len(there)
-        slots.pinned[layer, needed] = True
+        used, runs, waiting = staged[0].numpy(), 0, np.zeros(slots.slot_of.shape[1], np.bool_)
+        there, missing = begin_layer(slots, layer, used)
+        self._needed, self._hits = self._needed + len(there) + len(missing), self._hits + len(there)
         while True:
             begun = memory.load((np.full(len(missing), layer), missing), MISS)
             if len(there):
-                runs += 1
-                staged[runs].numpy()[:] = np.where(np.isin(used, there), used, NOT_NOW)
+                runs, waiting[:] = runs + 1, True
+                waiting[there] = False
+                staged[runs].numpy()[:] = np.where(waiting[used], NOT_NOW, used)
                 chosen.copy_(staged[runs], non_blocking=True)
                 run()
-            for expert in there.tolist():
-                use(slots, layer, expert)
-                release(slots, layer, expert)
+                end_uses(slots, layer, there)
             if not len(missing):
                 break
             memory.settled()

@@ -8,22 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from specter_lab.engine.decoder import Decoder, Experts, KvCache, forward, new_kv_cache
 from specter_lab.engine.graphs import captured
 from specter_lab.engine.ops import Ops
 from specter_lab.engine.served import TargetExperts
-from specter_lab.measure.sampling import GREEDY, distribution
+from specter_lab.measure.sampling import GREEDY, accept_drawn, distribution, invert
 
 PREFILL_TOKENS = 32  # read in one pass
 
 
+class Verified(NamedTuple):
+    """What a verification tells the host; on a GPU it is there once the stream has come so far."""
+
+    told: Tensor  # [K + 2] on the host: accepted, the K drafted tokens, the token that follows the accepted ones
+    used: Tensor  # [L, K + 1, k] on the host: experts of every token
+
+    def committed(self) -> tuple[int, list[int]]:
+        """How many drafted tokens were accepted, and the tokens that this round adds."""
+        accepted, *drafted, last = self.told.tolist()
+        return accepted, [*drafted[:accepted], last]
+
+
 @dataclass
 class Session:
-    """Buffers of one request; `depth` is the deepest window they hold."""
+    """Buffers of one request."""
 
     decoder: Decoder
     draft_experts: Experts
@@ -33,55 +46,81 @@ class Session:
     kv: KvCache
     position: Tensor  # [1] int64, committed tokens but the last
     step: Tensor  # [1] int64, tokens drafted so far
-    window: Tensor  # [K + 1] int64, the last committed token and the drafted ones
-    uniform: Tensor  # [K] float64, one draw for every drafted token
+    window: Tensor  # [K + 1] int64, the last committed token and the drafted ones; K is the deepest window
     q: Tensor  # [K, V] float32, distributions the drafted tokens were drawn from
     drafted: Tensor  # [K, L, k] experts the draft used
     drafted_weights: Tensor  # [K, L, k]
+    draws: Tensor  # [3, K + 1] float64 in [0, 1): one row for drafting, one for accepting, one for what follows
     graphs: dict[tuple, Callable[[], object]] = field(default_factory=dict)
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest window."""
+        return len(self.window) - 1
+
+    def begin(self, prompt: Tensor) -> None:
+        """Read a prompt [P]; its last token begins the first window."""
+        self.position.zero_()
+        self.step.zero_()
+        for piece in prompt[:-1].split(PREFILL_TOKENS):
+            forward(self.decoder, piece, self.position, self.kv, self.target_experts, self.ops)
+            self.position += len(piece)
+        self.window[:1] = prompt[-1:]
+
+    def draw(self, generator: Generator) -> None:
+        """Fresh random numbers for a round; greedy decoding needs none."""
+        if self.temperature != GREEDY:
+            self.draws.copy_(
+                torch.rand(self.draws.shape, generator=generator, device=self.draws.device, dtype=torch.float64)
+            )
+
+    def prepare(self, depth: int) -> None:
+        """Capture what a round of this depth needs, so that no round is slowed by it."""
+        if depth:
+            self._pass("draft", self._draft_step)
+        self._pass(("verify", depth), lambda: self._verify(depth))
 
     def draft_step(self) -> None:
         """Draft one token after `window[step]`."""
-        self._run("draft", self._draft_step)
+        self._pass("draft", self._draft_step)()
 
-    def verify(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The target's distributions after each of the first `tokens` of the window [T, V], and its experts [L, T, k]."""
-        return self._run(("verify", tokens), lambda: self._verify(tokens))
-
-    def prefill(self, ids: Tensor) -> None:
-        """Read ids [P] into the empty prefix."""
-        for piece in ids.split(PREFILL_TOKENS):
-            forward(self.decoder, piece, self.position, self.kv, self.target_experts, self.ops)
-            self.position += len(piece)
+    def verify(self, depth: int) -> Verified:
+        """Read the window of `depth` drafted tokens, accept, and begin the next window; the position moves on."""
+        return self._pass(("verify", depth), lambda: self._verify(depth))()
 
     def _draft_step(self) -> None:
         token = self.window.index_select(0, self.step)
         passed = forward(self.decoder, token, self.position + self.step, self.kv, self.draft_experts, self.ops)
-        q, drawn = self._drawn(passed.logits)  # [1, V], [1]
+        q = distribution(passed.logits, self.temperature)  # [1, V]
+        drawn = (
+            invert(q, self.draws[:1].index_select(1, self.step)).view(1)
+            if self.temperature
+            else passed.logits.argmax(-1)
+        )
         self.window.index_copy_(0, self.step + 1, drawn)
         self.q.index_copy_(0, self.step, q)
         self.drafted.index_copy_(0, self.step, passed.indices.transpose(0, 1))
         self.drafted_weights.index_copy_(0, self.step, passed.weights.transpose(0, 1))
         self.step += 1
 
-    def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Distribution of logits [1, V], and a token drawn from it."""
-        if self.temperature == GREEDY:
-            best = logits.argmax(dim=-1)
-            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best[:, None], 1.0), best
-        q = distribution(logits, self.temperature)
-        return q, _draw(q, self.uniform.index_select(0, self.step))
+    def _verify(self, depth: int) -> Verified:
+        passed = forward(self.decoder, self.window[: depth + 1], self.position, self.kv, self.target_experts, self.ops)
+        p, drafted = distribution(passed.logits, self.temperature), self.window[1 : depth + 1]
+        accepted, last = accept_drawn(
+            drafted[None], self.q[None, :depth], p[None], self.draws[None, 1, :depth], self.draws[2:, :1]
+        )
+        result = Verified(*(_on_host(part) for part in (torch.cat([accepted, drafted, last[0]]), passed.indices)))
+        self.position += accepted + 1
+        self.window[:1] = last[0]
+        self.step.zero_()
+        return result
 
-    def _verify(self, tokens: int) -> tuple[Tensor, Tensor]:
-        passed = forward(self.decoder, self.window[:tokens], self.position, self.kv, self.target_experts, self.ops)
-        return distribution(passed.logits, self.temperature), passed.indices
-
-    def _run(self, name: object, function: Callable[[], object]) -> object:
+    def _pass(self, name: object, function: Callable[[], object]) -> Callable[[], object]:
         if not self.window.is_cuda:
-            return function()
+            return function
         if name not in self.graphs:
             self.graphs[name] = captured(function, (self.position, self.step, self.window))
-        return self.graphs[name]()
+        return self.graphs[name]
 
 
 def new_session(
@@ -95,13 +134,13 @@ def new_session(
     return Session(
         decoder, draft_experts, target_experts, ops, temperature, new_kv_cache(shape, max_tokens + depth + 1, like),
         position=torch.zeros(1, **numbers), step=torch.zeros(1, **numbers), window=torch.zeros(depth + 1, **numbers),
-        uniform=torch.zeros(max(1, depth), device=like.device, dtype=torch.float64),
         q=torch.zeros(max(1, depth), shape.vocab, device=like.device), drafted=torch.zeros(routed, **numbers),
         drafted_weights=torch.zeros(routed, device=like.device),
+        draws=torch.zeros(3, depth + 1, device=like.device, dtype=torch.float64),
     )  # fmt: skip
 
 
-def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """One token per row of [B, V] by inversion of uniform [B]: [B]."""
-    cumulative = probabilities.double().cumsum(dim=-1)
-    return torch.searchsorted(cumulative, (uniform[:, None] * cumulative[:, -1:]), right=True).squeeze(1)
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory; a GPU writes it when it comes to that."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)

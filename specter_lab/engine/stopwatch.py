@@ -25,6 +25,11 @@ class Stopwatch:
         self._pending.clear()
         self._origin = self._mark()
 
+    def wait(self) -> None:
+        """Until the current stream has done what it was given."""
+        if self.on_gpu:
+            torch.cuda.current_stream().synchronize()
+
     @contextmanager
     def stretch(self, stream: str, work: str, layer: int = NOBODY) -> Iterator[None]:
         """Time what is given to the current CUDA stream inside; `stream` and `work` are what it is called."""

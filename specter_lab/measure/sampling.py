@@ -27,9 +27,17 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
 
 def sample(probabilities: Tensor, generator: Generator) -> Tensor:
     """One token per row of [B, V], which need not sum to one: [B, 1]; by inversion, so one draw serves a row."""
+    return invert(probabilities, _uniform(len(probabilities), generator))
+
+
+def invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The token at `uniform` [B, 1] float64 of the cumulative distribution: [B, V] -> [B, 1]."""
     cumulative = probabilities.double().cumsum(dim=-1)
-    uniform = torch.rand(len(cumulative), 1, generator=generator, device=cumulative.device, dtype=torch.float64)
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+
+
+def _uniform(rows: int, generator: Generator) -> Tensor:
+    return torch.rand(rows, 1, generator=generator, device=generator.device, dtype=torch.float64)
 
 
 def next_token(logits: Tensor, temperature: float, generator: Generator) -> Tensor:
@@ -57,14 +65,19 @@ def accept(drafted: Tensor, q: Tensor, p: Tensor, generator: Generator) -> tuple
         Accepted tokens [B], 0..K, and the token that follows them [B, 1]: drawn from the residual after a rejection,
         from `p` itself (the bonus token) when all were accepted.
     """
+    uniform = torch.rand(drafted.shape, generator=generator, device=drafted.device)
+    return accept_drawn(drafted, q, p, uniform, _uniform(len(drafted), generator))
+
+
+def accept_drawn(drafted: Tensor, q: Tensor, p: Tensor, uniform: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """`accept` with its random numbers given: one for every drafted token [B, K], and `last` [B, 1] float64."""
     p_drafted = p[:, :-1].gather(2, drafted[..., None]).squeeze(2)  # [B, K]
     q_drafted = q.gather(2, drafted[..., None]).squeeze(2)  # [B, K]
-    uniform = torch.rand(drafted.shape, generator=generator, device=drafted.device)
     accepted = accepted_length(uniform * q_drafted < p_drafted)
     p_next = at(p, accepted)  # [B, V]
     residual = (p_next - at(with_nothing_after(q), accepted)).clamp_min(0)
     no_residual = residual.sum(dim=-1, keepdim=True) == 0  # p = q up to rounding
-    return accepted, sample(torch.where(no_residual, p_next, residual), generator)
+    return accepted, invert(torch.where(no_residual, p_next, residual), last)
 
 
 def at(distributions: Tensor, index: Tensor) -> Tensor:

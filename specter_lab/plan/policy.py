@@ -80,6 +80,10 @@ class Prefetcher:
         """All K tokens are drafted."""
         return NO_LOADS
 
+    def rest(self, clock: Clock) -> Loads:
+        """A pass begins during which nobody will ask: what would have been copied ahead meanwhile (see `ahead`)."""
+        return NO_LOADS
+
     def verifying(self, layer: int, token_experts: np.ndarray, clock: Clock) -> Loads:
         """A target pass is at `layer`, whose tokens use these experts [T, k]; its own misses are already asked for."""
         return NO_LOADS

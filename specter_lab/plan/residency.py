@@ -142,6 +142,29 @@ def use_all(slots: Slots, used: np.ndarray) -> tuple[int, int]:
 
 
 @compiled
+def begin_layer(slots: Slots, layer: int, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A layer's tokens use these experts [T, k]: pins go from what was planned for it to what it needs.
+
+    Returns the distinct experts that are in a slot, and those that are not.
+    """
+    release_all(slots, layer)
+    for token in range(len(used)):
+        for expert in used[token]:
+            slots.pinned[layer, expert] = True
+    needed = np.flatnonzero(slots.pinned[layer])
+    there = slots.slot_of[layer][needed] != ABSENT
+    return needed[there], needed[~there]
+
+
+@compiled
+def end_uses(slots: Slots, layer: int, experts: np.ndarray) -> None:
+    """Residents [n] have been computed: note it, drop their pins."""
+    for expert in experts:
+        use(slots, layer, expert)
+        release(slots, layer, expert)
+
+
+@compiled
 def rescore(slots: Slots, score: np.ndarray) -> None:
     """Take over scores [L, E] and order every layer's victims by them (ties: as they were)."""
     slots.score[:] = score

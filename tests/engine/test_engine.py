@@ -51,7 +51,7 @@ def test_greedy_text_is_transformers_generate(model, depth):
     source, engine = load_reference(model), engine_of(model, 3)
     ids = ids_of(engine)
     expected = source.model.generate(ids[None], max_new_tokens=40, do_sample=False, eos_token_id=None)
-    assert torch.equal(engine.generate(ids, 40, depth=depth), expected)
+    assert torch.equal(engine.generate(ids, 40, depth=depth, ignore_eos=True), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -39,6 +39,9 @@ class RollingPrefetch(Prefetcher):
     def observe_step(self, ms: float) -> None:
         self._step_ms = ms
 
+    def rest(self, clock: Clock) -> Loads:
+        return hand_out(self._wanted_at, self._wanted_at.size)
+
     def ahead(self, needs: Needs) -> Ahead:
         layers, experts = hand_out(self._wanted_at, self._wanted_at.size)
         return Ahead(np.full(len(layers), -1), layers, experts)
