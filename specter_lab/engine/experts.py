@@ -1,9 +1,9 @@
 """Where routed experts lie: every one in the host slab, some in device slots, and a table that says where to read each.
 
 The slots' state is the planner's (`plan.residency.Slots`), changed by the planner's functions; this file moves the bytes. The
-table [L, E] holds the address a kernel reads an expert from: its slot once the copy has ended, its pinned host address before
-that and whenever it has no slot. Copies run on their own stream, each one after the table has let go of the victim, so a
-kernel never reads a slot that is being overwritten: verification waits for `settled` before it starts.
+table [L, E] holds the address a kernel reads an expert from: its slot, or its pinned host address when it has none. Copies run
+on their own stream. Before a pass reads the table it waits for them and takes over the new addresses (`settled`), so no slot
+is read while it is overwritten, and a captured pass needs no host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specter_lab.engine.arena import Budget, host_slab
 from specter_lab.engine.shape import Shape
 from specter_lab.engine.stopwatch import Stopwatch
 from specter_lab.plan.policy import Clock, Loads
-from specter_lab.plan.residency import ABSENT, NONE, Slots, new_slots, reserve
+from specter_lab.plan.residency import ABSENT, NONE, Slots, new_slots, reserve_all
 
 PREFETCH, MISS = "prefetch", "miss"  # kinds of copies
 
@@ -33,7 +33,8 @@ class ExpertMemory:
     device: Tensor  # [sum of slots, N]
     first_slot: np.ndarray  # [L] where a layer's slots begin in `device`
     slots: Slots
-    table: Tensor  # [L, E] int64, addresses; on the device
+    table: Tensor  # [L, E] int64 on the device: where kernels read an expert
+    addresses: Tensor  # the same on the host, a step ahead: with the copies that are under way
     stream: torch.cuda.Stream | None  # of the copies; None on a CPU
     copy_ms: float  # one expert, measured when the slabs were made
     held: np.ndarray  # [L, S] expert whose address a slot's bytes are named by in the table, or ABSENT
@@ -57,38 +58,42 @@ class ExpertMemory:
 
     def load(self, loads: Loads, work: str = PREFETCH) -> int:
         """Begin copies of absent experts, in order, until a layer has every slot pinned; returns how many were begun."""
-        begun, wanted = 0, len(loads[0])
-        if not wanted:
+        if not len(loads[0]):
             return 0
+        places = reserve_all(self.slots, *loads)
+        begun = int((places != NONE).sum())
         with torch.cuda.stream(self.stream), self.watch.stretch("H2D", work):  # on a CPU everything happens at once
-            for layer, expert in zip(*(part.tolist() for part in loads)):
-                begun += self._copy(layer, expert)
+            for layer, expert, slot in zip(*(part.tolist() for part in (*loads, places))):
+                if slot != NONE:
+                    self._copy(layer, expert, slot)
+        if work == PREFETCH and begun < len(places):
+            self.count("prefetch refused: all slots pinned", len(places) - begun)
         self._unsettled |= begun > 0
-        if work == PREFETCH and begun < wanted:
-            self.count("prefetch refused: all slots pinned", wanted - begun)
         self.h2d_bytes += begun * self.host[0, 0].nbytes
         self.link_free_ms = max(self.link_free_ms, time.perf_counter() * 1e3) + begun * self.copy_ms
         return begun
 
-    def _copy(self, layer: int, expert: int) -> bool:
-        slot = reserve(self.slots, layer, expert)
-        if slot == NONE:
-            return False
+    def _copy(self, layer: int, expert: int, slot: int) -> None:
         victim, place = self.held[layer, slot], self.device[self.first_slot[layer] + slot]
         if victim != ABSENT:
-            self.table[layer, victim] = self.host[layer, victim].data_ptr()
+            self.addresses[layer, victim] = self.host[layer, victim].data_ptr()
         place.copy_(self.host[layer, expert], non_blocking=True)
-        self.table[layer, expert] = place.data_ptr()
+        self.addresses[layer, expert] = place.data_ptr()
         self.held[layer, slot] = expert
-        self.slots.ready_ms[layer, slot] = 0  # the table tells kernels when; the host needs no event of its own
-        return True
+        self.slots.ready_ms[layer, slot] = 0  # `settled` tells kernels when; the host needs no event of its own
 
     def settled(self) -> None:
-        """Make the current stream wait for every copy that was begun."""
-        if self.stream is not None and self._unsettled:
+        """Make the current stream wait for every copy that was begun; the table then says where experts lie.
+
+        Kernels that still run when more is loaded must not read experts that come or go: those they need are pinned.
+        """
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        if self.stream is not None:
             with self.watch.stretch("compute", "stall"):
                 torch.cuda.current_stream().wait_stream(self.stream)
-        self._unsettled = False
+        self.table.copy_(self.addresses, non_blocking=True)
 
     def after_compute(self) -> None:
         """Make the copies to come wait for what the current stream has been given so far."""
@@ -138,7 +143,7 @@ def new_expert_memory(
         shape=shape, host=host, device=slab,
         first_slot=np.concatenate([[0], np.cumsum(slots_per_layer)[:-1]]),
         slots=new_slots(slots_per_layer, experts, order),
-        table=addresses.to(device),
+        table=addresses.to(device), addresses=addresses.pin_memory() if on_gpu else addresses,
         stream=torch.cuda.Stream(device) if on_gpu else None, copy_ms=_copy_ms(host[0, 0], slab[0]),
         held=np.full((layers, int(slots_per_layer.max())), ABSENT), watch=Stopwatch(on_gpu),
     )  # fmt: skip

@@ -90,6 +90,15 @@ def reserve(slots: Slots, layer: int, expert: int) -> int:
 
 
 @compiled
+def reserve_all(slots: Slots, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
+    """`reserve` for absent experts [n], in order: their slots [n], or NONE where every resident is pinned."""
+    found = np.empty(len(layers), np.int64)
+    for i in range(len(layers)):
+        found[i] = reserve(slots, layers[i], experts[i])
+    return found
+
+
+@compiled
 def use(slots: Slots, layer: int, expert: int) -> None:
     """Note that a forward pass uses a resident."""
     if slots.order == LFU:
