@@ -58,6 +58,13 @@ class Meter:
         self.h2d_bytes += h2d_bytes
         self.seconds += seconds
 
+    def add_waited(self, nanoseconds: int, gave_up: int) -> None:
+        """What kernels waited for copies; one that gave up has read what was there."""
+        if gave_up:
+            raise RuntimeError("a copy did not arrive in 20 s: the link or its driver is stuck; nothing of this round is used")
+        if nanoseconds:
+            self.busy_ms["stall"] = self.busy_ms.get("stall", 0.0) + nanoseconds * 1e-6
+
     def add_spans(self, spans: Iterable[Span]) -> None:
         for span in spans:
             self.busy_ms[span.work] = self.busy_ms.get(span.work, 0.0) + span.end_ms - span.start_ms
@@ -92,11 +99,11 @@ def decode(
         began = time.perf_counter()
         session.draw(generator)
         propose(session, memory, prefetcher, k)
-        memory.settled()
         with memory.watch.stretch("compute", "verify"):
-            verified = session.verify(k)
+            verified = session.verify(k, prefetcher.rest(memory.clock()))
         memory.watch.wait()  # the round's one wait for what it computes
         accepted, committed = verified.committed()
+        meter.add_waited(*verified.waited.tolist())
         uses = session.target_experts.end_pass(verified.used.numpy())
         meter.add_spans(memory.watch.ended())
         elapsed = time.perf_counter() - began
@@ -122,7 +129,6 @@ def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, dept
     if depth:
         plan(memory, prefetcher, routed, depth)
         memory.load(prefetcher.finish(memory.clock()))
-    memory.load(prefetcher.rest(memory.clock()))
 
 
 def plan(memory: ExpertMemory, prefetcher: Prefetcher, routed: _Routing, step: int) -> None:

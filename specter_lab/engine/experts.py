@@ -38,11 +38,16 @@ class ExpertMemory:
     stream: torch.cuda.Stream | None  # of the copies; None on a CPU
     copy_ms: float  # one expert, measured when the slabs were made
     held: np.ndarray  # [L, S] expert whose address a slot's bytes are named by in the table, or ABSENT
+    flags: Tensor  # [L] int32 on the device: a layer's copies have arrived (`kernels.arrival`)
+    waited: Tensor  # [2] int64 on the device: nanoseconds that kernels waited for flags, and whether one gave up
     watch: Stopwatch
     link_free_ms: float = 0.0  # when the copies begun so far should have ended, on the host's clock
     h2d_bytes: int = 0  # copied into slots; counted at the copy call
     counters: dict[str, int] = field(default_factory=dict)
     _unsettled: bool = False  # copies were begun that no stream waits for yet
+
+    def __post_init__(self) -> None:
+        self._ones = torch.ones(len(self.flags), dtype=torch.int32, pin_memory=self.stream is not None)
 
     def pieces(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """One expert's (gate and up [2I, H], down [H, I]) as views of its block [N]."""
@@ -95,6 +100,15 @@ class ExpertMemory:
                 torch.cuda.current_stream().wait_stream(self.stream)
         self.table.copy_(self.addresses, non_blocking=True)
 
+    def publish(self, first: int, last: int) -> None:
+        """Behind the copies begun so far: rows of the table and flags of layers first .. last - 1."""
+        if first == last or self.stream is None:
+            return
+        self._unsettled = False
+        with torch.cuda.stream(self.stream):
+            self.table[first:last].copy_(self.addresses[first:last], non_blocking=True)
+            self.flags[first:last].copy_(self._ones[first:last], non_blocking=True)
+
     def after_compute(self) -> None:
         """Make the copies to come wait for what the current stream has been given so far."""
         if self.stream is not None:
@@ -145,7 +159,9 @@ def new_expert_memory(
         slots=new_slots(slots_per_layer, experts, order),
         table=addresses.to(device), addresses=addresses.pin_memory() if on_gpu else addresses,
         stream=torch.cuda.Stream(device) if on_gpu else None, copy_ms=_copy_ms(host[0, 0], slab[0]),
-        held=np.full((layers, int(slots_per_layer.max())), ABSENT), watch=Stopwatch(on_gpu),
+        held=np.full((layers, int(slots_per_layer.max())), ABSENT),
+        flags=torch.zeros(layers, dtype=torch.int32, device=device),
+        waited=torch.zeros(2, dtype=torch.int64, device=device), watch=Stopwatch(on_gpu),
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Who brings the target's experts to where they are computed.
 
 Fast mode: nobody. The kernel reads each expert wherever the table says, over the link if need be, and the host learns
-afterwards what was used (`ReadThrough`).
+afterwards what was used (`ReadThrough`). Copies that are still on their way when the pass begins are waited for layer by layer,
+by the kernels (`kernels.arrival`).
 
 Paper mode: the host, layer by layer (`OnDemand`; Specter, section SEE). It reads the layer's routing, begins the copies of what is
 missing, has those that are there computed meanwhile, and then the others:
@@ -26,7 +27,7 @@ from specter_lab.engine import expert_math
 from specter_lab.engine.expert_math import NOT_NOW
 from specter_lab.engine.experts import MISS, ExpertMemory
 from specter_lab.engine.graphs import Launch, host_work
-from specter_lab.plan.policy import Prefetcher
+from specter_lab.plan.policy import Loads, Prefetcher
 from specter_lab.plan.residency import begin_layer, end_uses, use_all
 
 
@@ -44,6 +45,13 @@ class TargetExperts(Protocol):
     def __call__(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """The routed experts of an MoE layer: x [T, H], indices [T, k], weights [T, k] -> [T, H]."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether a captured pass may be launched before `ready` is called: its kernels wait for that on the device."""
+
+    def ready(self, loads: Loads) -> None:
+        """Once for every pass: copy these first."""
+
     def end_pass(self, used: np.ndarray) -> Uses:
         """A pass has used the experts [L, T, k]: note it, drop its pins."""
 
@@ -55,9 +63,27 @@ class ReadThrough:
     memory: ExpertMemory
 
     def __call__(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        if self.waits:
+            from specter_lab.engine.kernels.arrival import await_flag
+
+            await_flag(self.memory.flags[layer : layer + 1], self.memory.waited)
         parts = expert_math.new_parts(x, indices)
         expert_math.compute(self.memory, layer, x, indices, weights, parts)
         return expert_math.combine(parts, indices, self.memory.shape.num_experts, x.dtype)
+
+    @property
+    def waits(self) -> bool:
+        return self.memory.stream is not None
+
+    def ready(self, loads: Loads) -> None:
+        """Layer by layer, in the order the pass needs them."""
+        first = 0
+        for layer in np.unique(loads[0]).tolist():
+            self.memory.publish(first, layer)
+            of_layer = loads[0] == layer
+            self.memory.load((loads[0][of_layer], loads[1][of_layer]))
+            first = layer
+        self.memory.publish(first, len(self.memory.flags))
 
     def end_pass(self, used: np.ndarray) -> Uses:
         needed, hits = use_all(self.memory.slots, used)
@@ -83,6 +109,14 @@ class OnDemand:
             lambda: expert_math.compute(self.memory, layer, x, chosen, weights, parts),
         )
         return expert_math.combine(parts, indices, self.memory.shape.num_experts, x.dtype)
+
+    @property
+    def waits(self) -> bool:
+        return False
+
+    def ready(self, loads: Loads) -> None:
+        self.memory.load(loads)
+        self.memory.settled()
 
     def end_pass(self, used: np.ndarray) -> Uses:
         use_all(self.memory.slots, used[:, :0])  # uses were noted when each layer was served

@@ -18,6 +18,7 @@ from specter_lab.engine.graphs import captured
 from specter_lab.engine.ops import Ops
 from specter_lab.engine.served import TargetExperts
 from specter_lab.measure.sampling import GREEDY, accept_drawn, distribution, invert
+from specter_lab.plan.policy import NO_LOADS, Loads
 
 PREFILL_TOKENS = 32  # read in one pass
 
@@ -27,6 +28,7 @@ class Verified(NamedTuple):
 
     told: Tensor  # [K + 2] on the host: accepted, the K drafted tokens, the token that follows the accepted ones
     used: Tensor  # [L, K + 1, k] on the host: experts of every token
+    waited: Tensor  # [2] on the host, see `experts.ExpertMemory.waited`
 
     def committed(self) -> tuple[int, list[int]]:
         """How many drafted tokens were accepted, and the tokens that this round adds."""
@@ -63,6 +65,7 @@ class Session:
         self.position.zero_()
         self.step.zero_()
         for piece in prompt[:-1].split(PREFILL_TOKENS):
+            self.target_experts.ready(NO_LOADS)
             forward(self.decoder, piece, self.position, self.kv, self.target_experts, self.ops)
             self.position += len(piece)
         self.window[:1] = prompt[-1:]
@@ -84,9 +87,20 @@ class Session:
         """Draft one token after `window[step]`."""
         self._pass("draft", self._draft_step)()
 
-    def verify(self, depth: int) -> Verified:
-        """Read the window of `depth` drafted tokens, accept, and begin the next window; the position moves on."""
-        return self._pass(("verify", depth), lambda: self._verify(depth))()
+    def verify(self, depth: int, loads: Loads = NO_LOADS) -> Verified:
+        """Read the window of `depth` drafted tokens, accept, and begin the next window; the position moves on.
+
+        Args:
+            loads: experts to copy for it, those of early layers first.
+        """
+        run = self._pass(("verify", depth), lambda: self._verify(depth))
+        if self.target_experts.waits:
+            verified = run()
+            self.target_experts.ready(loads)
+        else:
+            self.target_experts.ready(loads)
+            verified = run()
+        return verified
 
     def _draft_step(self) -> None:
         token = self.window.index_select(0, self.step)
@@ -109,7 +123,10 @@ class Session:
         accepted, last = accept_drawn(
             drafted[None], self.q[None, :depth], p[None], self.draws[None, 1, :depth], self.draws[2:, :1]
         )
-        result = Verified(*(_on_host(part) for part in (torch.cat([accepted, drafted, last[0]]), passed.indices)))
+        waited = self.target_experts.memory.waited
+        told = torch.cat([accepted, drafted, last[0]])
+        result = Verified(*(_on_host(part) for part in (told, passed.indices, waited)))
+        waited.zero_()
         self.position += accepted + 1
         self.window[:1] = last[0]
         self.step.zero_()
@@ -119,6 +136,7 @@ class Session:
         if not self.window.is_cuda:
             return function
         if name not in self.graphs:
+            self.target_experts.ready(NO_LOADS)
             self.graphs[name] = captured(function, (self.position, self.step, self.window))
         return self.graphs[name]
 
