@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specter_lab.engine.arena import Budget
-from specter_lab.engine.decode import Meter, decode
+from specter_lab.engine.decode import Meter, RoundRouting, decode
 from specter_lab.engine.expert_math import DraftExperts
 from specter_lab.engine.experts import ExpertMemory, new_expert_memory
 from specter_lab.engine.ops import Ops, TorchOps
@@ -55,6 +55,7 @@ class Engine:
     budget: Budget
     ops: Ops
     stats: Meter = field(default_factory=Meter)
+    on_round: Callable[[RoundRouting], None] | None = None  # told of every round's routing
     _session: Session | None = None
 
     @property
@@ -112,7 +113,7 @@ class Engine:
         left = new_tokens
         with torch.inference_mode():
             rounds = decode(session, self.memory, self.prefetcher, control, ids, new_tokens=new_tokens,
-                            generator=generator, meter=self.stats)  # fmt: skip
+                            generator=generator, meter=self.stats, on_round=self.on_round)  # fmt: skip
             for tokens in rounds:
                 yield tokens[:left]
                 left -= len(tokens)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from itertools import product
 from pathlib import Path
@@ -83,12 +83,12 @@ def decode_row(engine: Engine, depth: int | None, tokens: int, repeats: int, ids
     )  # fmt: skip
 
 
-def passes(engine: Engine, copy_gb_s: float, repeats: int = 15) -> list[Pass]:
-    """One draft step and verifications, each beside its floor."""
+def passes(engine: Engine, copy_gb_s: float, verified: Sequence[int] = VERIFIED, repeats: int = 15) -> list[Pass]:
+    """One draft step and verifications of so many tokens, each beside its floor."""
     session = engine._session_for(256, 16, 0.0)
     found = []
     with torch.inference_mode():
-        for tokens in (0, *VERIFIED):
+        for tokens in (0, *verified):
             session.window.random_(0, engine.memory.shape.vocab)
             run = session.draft_step if tokens == 0 else (lambda: session.verify(tokens - 1))
             ms = median(_timed_ms(session, run) for _ in range(repeats))

@@ -12,8 +12,9 @@ The host waits for the device once a round, to read the accepted tokens, and whi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,15 @@ from specter_lab.engine.session import Session
 from specter_lab.plan.depth_control import DepthController
 from specter_lab.plan.policy import Prefetcher
 from specter_lab.plan.streams import Span
+
+
+class RoundRouting(NamedTuple):
+    """Which experts a round used; for those who watch (`Engine.on_round`)."""
+
+    accepted: int
+    drafted: np.ndarray  # [K, L, k]
+    drafted_weights: np.ndarray  # [K, L, k]
+    used: np.ndarray  # [L, K + 1, k], by the target
 
 
 @dataclass
@@ -58,6 +68,15 @@ class Meter:
         self.h2d_bytes += h2d_bytes
         self.seconds += seconds
 
+    def add(self, other: Meter) -> None:
+        """Everything `other` counted."""
+        for name in (each.name for each in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, dict):
+                mine.update({key: mine.get(key, 0) + value for key, value in theirs.items()})
+            else:
+                setattr(self, name, mine + theirs)
+
     def add_waited(self, nanoseconds: int, gave_up: int) -> None:
         """What kernels waited for copies; one that gave up has read what was there."""
         if gave_up:
@@ -81,24 +100,26 @@ class Meter:
 
 def decode(
     session: Session, memory: ExpertMemory, prefetcher: Prefetcher, depth: DepthController, prompt: Tensor, *,
-    new_tokens: int, generator: Generator, meter: Meter,
+    new_tokens: int, generator: Generator, meter: Meter, on_round: Callable[[RoundRouting], None] | None = None,
 ) -> Iterator[list[int]]:  # fmt: skip
     """Committed tokens, round by round, until there are `new_tokens`; the last round may bring more.
 
     Args:
         prompt: [P] token ids, P at least 2.
         generator: of sampling, on the device; unused when the session is greedy.
+        on_round: told of every round's routing, outside the time that is measured.
     """
     session.begin(prompt)
     session.target_experts.end_pass(np.empty((len(memory.slots.count), 0, memory.shape.top_k), np.int64))
     done, copied = 0, memory.h2d_bytes
+    memory.watch.wait()
     memory.watch.start()
     while done < new_tokens:
         k = min(depth.next_depth(), session.depth)
         session.prepare(k)
         began = time.perf_counter()
         session.draw(generator)
-        propose(session, memory, prefetcher, k)
+        routed = propose(session, memory, prefetcher, k)
         with memory.watch.stretch("compute", "verify"):
             verified = session.verify(k, prefetcher.rest(memory.clock()))
         memory.watch.wait()  # the round's one wait for what it computes
@@ -111,12 +132,14 @@ def decode(
         meter.add_round(
             k, accepted, uses, uses.read_through * memory.host[0, 0].nbytes, memory.h2d_bytes - copied, elapsed
         )
+        if on_round is not None:
+            on_round(RoundRouting(accepted, *routed.first(k), verified.used.numpy().copy()))
         done, copied = done + len(committed), memory.h2d_bytes
         yield committed
     meter.counters |= memory.counters
 
 
-def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, depth: int) -> None:
+def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, depth: int) -> _Routing:
     """Draft `depth` tokens into the session's window; while a step runs, plan with the routing of the one before."""
     memory.load(prefetcher.begin(memory.slots, depth, memory.clock()))
     routed = _Routing(session)
@@ -129,6 +152,7 @@ def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, dept
     if depth:
         plan(memory, prefetcher, routed, depth)
         memory.load(prefetcher.finish(memory.clock()))
+    return routed
 
 
 def plan(memory: ExpertMemory, prefetcher: Prefetcher, routed: _Routing, step: int) -> None:
@@ -162,3 +186,7 @@ class _Routing:
         now = time.perf_counter()
         self._since, self.step_ms = now, (now - self._since) * 1e3
         return self._experts[step : step + 1].numpy(), self._weights[step : step + 1].numpy()
+
+    def first(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of what the first steps used, [K, L, k] each."""
+        return self._experts[:steps].numpy().copy(), self._weights[:steps].numpy().copy()

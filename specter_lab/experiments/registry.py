@@ -123,6 +123,11 @@ EXPERIMENTS = {
             "Specter", "all reported times, hit rates and shares", "specter_lab.experiments.specter.calibration",
             {"cpu": 2, "paper": None}, aliases=("calibration",),
         ),
+        Experiment(
+            "specter-engine", "the engine on a GPU beside its baselines, its limits and the simulator",
+            "Specter", "TPOT, I/O hiding, losslessness", "specter_lab.experiments.specter.engine",
+            {"gpu": None}, aliases=("engine",),
+        ),
     )
 }  # fmt: skip
 

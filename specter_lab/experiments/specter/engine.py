@@ -1,0 +1,141 @@
+"""specter-engine: the engine on a real GPU, beside its baselines, its limits, and the simulator.
+
+Measured: milliseconds per token of every system with the same kernels over the same weights at equal bytes; bytes over the link;
+where the time goes; whether the tokens are bitwise those of plain decoding. Simulated: the same rounds, on a profile of the same
+machine. What limits a token is the larger of two: computing it with all experts resident, and moving its bytes at the link's rate.
+"""
+
+from __future__ import annotations
+
+from math import nan
+
+import numpy as np
+import pandas as pd
+
+from specter_lab.errors import UserError
+from specter_lab.experiments import jobs
+from specter_lab.experiments.context import Context, Measured
+from specter_lab.experiments.specter import routing
+from specter_lab.experiments.specter.engine_figure import plot
+from specter_lab.experiments.specter.engine_runs import ALL_SETS, DRAFT_STEP, ONLINE, measure_model
+from specter_lab.experiments.specter.engine_tables import CLOSE, limits, medians
+from specter_lab.models.load import PROXIES, resolve
+
+__all__ = ["claims", "inputs", "plot", "run"]
+
+
+def inputs(context: Context) -> dict[str, str]:
+    """As the routing experiments; proxies that were not trained are left out."""
+    return routing.inputs(_present(context))
+
+
+def run(context: Context) -> pd.DataFrame:
+    """Tidy rows: passes (by = pass), bitwise equality (exact), and systems by budget, prompt set and repeat (system).
+
+    Raises:
+        UserError: no CUDA GPU, or none of the models is there.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(
+            "specter-engine measures a CUDA GPU and there is none: its recorded results are in the notebook"
+        )
+    work = [
+        jobs.Job(model, measure_model, {"model": model, "digest": routing.inputs_digest(model), "seed": context.seed})
+        for model in _present(context)
+    ]
+    return pd.DataFrame(jobs.run(context, work))
+
+
+def _present(context: Context) -> list[str]:
+    """The models, without untrained proxies; when all are untrained, what that means."""
+    found, missing = [], None
+    for model in context.models:
+        try:
+            resolve(model)
+            found.append(model)
+        except UserError as error:
+            if model not in PROXIES:
+                raise
+            missing = error
+    if not found:
+        raise missing
+    return found
+
+
+def claims(rows: pd.DataFrame) -> list[Measured]:
+    """Speed-ups over cells of model, budget and prompt set; the rest over settings, all prompt sets together."""
+    return [*_speedups(rows), *_limits(rows), *_passes(rows), _simulator(rows), *_exact(rows)]
+
+
+def _speedups(rows: pd.DataFrame) -> list[Measured]:
+    ms = medians(rows, "measured_ms_per_token").drop(index=ALL_SETS, level="prompt_set")
+    found = []
+    ratio = ms["specmoeoff"] / ms[ONLINE]
+    note = f"{len(ratio)} cells, smallest {ratio.min():.2f}; paper mode over it: mean {(ms['specmoeoff'] / ms['specter']).mean():.2f}"
+    for name, value in (("mean", ratio.mean()), ("max", ratio.max())):
+        found.append(Measured(f"specter-engine/over-specmoeoff@{name}", float(value), n=len(ratio), note=note))
+    for system in ("lru", "lru-s"):
+        ratio = ms[system] / ms[ONLINE]
+        note = f"mean of {len(ratio)} cells, {ratio.min():.2f} to {ratio.max():.2f}"
+        found.append(
+            Measured(f"specter-engine/over-demand-loading@{system}", float(ratio.mean()), n=len(ratio), note=note)
+        )
+    worst = (ms[[ONLINE, "specter-fast"]].min(axis=1) / ms["specter"]).groupby(["model", "budget"]).mean()
+    found.append(Measured("specter-engine/not-slower-than-paper-mode", float(worst.max()), n=len(worst),
+                          note="fast mode over paper mode, worst of " + ", ".join(f"{m} {b} {v:.2f}" for (m, b), v in worst.items())))  # fmt: skip
+    return found
+
+
+def _limits(rows: pd.DataFrame) -> list[Measured]:
+    table = limits(rows)
+    ours = table[table["item"].isin([ONLINE, "specter-fast"])]
+    bound = ours[ours["link_ms"] > ours["compute_ms"]]
+    said = ", ".join(
+        f"{r.model} {r.budget} {r.item}: {r.measured_ms:.1f} ms, link {r.link_ms:.1f}" for r in ours.itertuples()
+    )
+    busiest = float(bound["link_busy_share"].min()) if len(bound) else nan
+    return [
+        Measured("specter-engine/over-floor", float(ours["over_floor"].max()), n=len(ours), note=said),
+        Measured("specter-engine/link-busy", None if np.isnan(busiest) else busiest, n=len(bound),
+                 note="the least busy setting of those that the link limits"),
+    ]  # fmt: skip
+
+
+def _passes(rows: pd.DataFrame) -> list[Measured]:
+    passes = rows[(rows["by"] == "pass") & rows["floor_ms"].notna()].copy()
+    passes["ratio"] = passes["measured_ms"] / passes["floor_ms"]
+    found = []
+    for claim, part in (("draft-step", passes["item"] == DRAFT_STEP), ("verify", passes["item"] == "verify 9")):
+        chosen = passes[part]
+        if chosen.empty:
+            found.append(Measured(f"specter-engine/{claim}", None, note="no such pass was measured"))
+            continue
+        note = ", ".join(f"{r.model} {r.measured_ms:.2f} of {r.floor_ms:.2f} ms" for r in chosen.itertuples())
+        found.append(Measured(f"specter-engine/{claim}", float(chosen["ratio"].max()), n=len(chosen), note=note))
+    return found
+
+
+def _simulator(rows: pd.DataFrame) -> Measured:
+    table = limits(rows)
+    error = table["simulator_error"].abs()
+    note = f"median error {error.median():.1%}, largest {error.max():.1%}"
+    return Measured("specter-engine/simulator", float((error <= CLOSE).mean()), n=len(error), note=note)
+
+
+def _exact(rows: pd.DataFrame) -> list[Measured]:
+    exact = rows[rows["by"] == "exact"]
+    found = []
+    for mode, part in exact.groupby("item"):
+        equal, all_tokens = int(part["equal_tokens"].sum()), int(part["n_tokens"].sum())
+        parted = int((part["equal_tokens"] < part["n_tokens"]).sum())
+        found.append(
+            Measured(
+                f"specter-engine/exact@{mode}",
+                equal / all_tokens,
+                n=all_tokens,
+                note=f"{parted} of {len(part)} texts part",
+            )
+        )
+    return found

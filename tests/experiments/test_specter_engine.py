@@ -1,0 +1,71 @@
+"""specter-engine's rows, claims and figure, on a CPU: the same code, with a machine's numbers from its profile."""
+
+import pandas as pd
+import pytest
+import torch
+
+from specter_lab.engine.bench import Pass
+from specter_lab.engine.weights import load_weights
+from specter_lab.experiments.specter import engine, engine_runs
+from specter_lab.experiments.specter.engine_tables import limits
+from specter_lab.plan.hardware import read_profile
+from specter_lab.plan.replay import Replay
+
+MACHINE = engine_runs.Machine(read_profile("h200-pcie5"), 50.0, [Pass("draft step", 1.5, 10**9, 0.8)], 3.0)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Both budgets of a small model."""
+    weights = load_weights("qwen-nano", device="cpu")
+    prompts = dict(zip(("prose", "code"), torch.randint(3, 2000, (2, 16), generator=torch.Generator().manual_seed(0))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_runs, "USUAL_TOKENS", 6)
+        patch.setattr(engine_runs, "REPEATS", 2)
+        patch.setattr(engine_runs, "PROMPT_SETS", ("prose", "code"))
+        found = [
+            row
+            for budget, slots in (("high", 15), ("low", 8))
+            for row in engine_runs.budget_rows(weights, "qwen-nano", budget, slots, prompts, MACHINE, 0)
+        ]
+        patch.setattr(engine_runs, "EXACT_TOKENS", 8)
+        patch.setattr(engine_runs, "_prompts", lambda *_: prompts)
+        found += engine_runs.exact_rows("qwen-nano", 0)
+    found += [{"by": "pass", "item": item, "measured_ms": 1.5, "floor_ms": 1.0} for item in ("draft step", "verify 9")]
+    return pd.DataFrame(found).assign(model="qwen-nano", family="qwen", original="Qwen1.5-MoE-A2.7B")
+
+
+def test_every_system_has_its_rows(rows):
+    systems = rows[rows["by"] == "system"]
+    assert set(systems["item"]) == set(engine_runs.SYSTEMS)
+    assert set(systems.groupby(["item", "budget"]).size()) == {2 * 3}
+    lru = systems[systems["item"] == "lru"]
+    assert (lru["tokens_per_round"] == 1).all() and (lru["read_through_mb_per_token"] == 0).all()
+    assert (systems.loc[systems["item"] == "specmoeoff", "tokens_per_round"] > 1).all()
+    equal = systems.groupby(["item", "budget", "prompt_set"])["n_tokens"].nunique()
+    assert (equal.drop(engine_runs.ONLINE, level="item") == 1).all()  # repeats decode the same tokens
+
+
+def test_the_simulator_runs_the_same_rounds(rows):
+    simulated = rows["simulated_ms_per_token"].dropna()
+    assert len(simulated) == 2 * 13 and (simulated > 0).all()
+
+
+def test_claims_and_figure(rows):
+    found = {measured.id: measured for measured in engine.claims(rows)}
+    assert found["specter-engine/exact@fast"].value == found["specter-engine/exact@paper"].value == 1.0
+    assert found["specter-engine/draft-step"].value == 1.5
+    assert len(limits(rows)) == 2 * 6
+    assert len(engine.plot(rows).axes) == 2
+
+
+def test_a_replay_says_what_was_recorded():
+    replay, draw = Replay(num_experts=8, layers=4), torch.Generator().manual_seed(0)
+    replay.begin_request()
+    used = torch.randint(8, (2, 3, 1), generator=draw).numpy()
+    replay.add(1, used.transpose(1, 0, 2)[:2], used.transpose(1, 0, 2)[:2] * 0.5, used)
+    replay.add(2, used.transpose(1, 0, 2)[:2], used.transpose(1, 0, 2)[:2] * 0.5, used)
+    assert replay.requests == 1 and replay.windows.positions == 5
+    second = replay.round([0], [2], depth=7)
+    assert second.accepted == (2,) and second.drafted.shape == (2, 1, 4, 1)
+    assert sorted(set(used[0].ravel())) == second.needs.experts[: second.needs.first[1]].tolist()
