@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from textwrap import fill
 
 from specter_lab.errors import UserError
 from specter_lab.experiments.registry import DEFAULT_MODELS, EXPERIMENTS, TIERS, find
@@ -42,6 +43,23 @@ def _fail(sentence: str, status: int) -> int:
     return status
 
 
+class _HelpWithNames(argparse.Action):
+    """--help that ends with every name an option takes; reading them takes torch, so other commands don't."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_) -> None:
+        from specter_lab.compress.quantizers import QUANTIZERS
+        from specter_lab.measure.hub_prompts import HUB_SETS
+        from specter_lab.measure.prompts import PROMPT_SETS
+        from specter_lab.plan.hardware import profile_names
+
+        known = {"quantisers": QUANTIZERS, "prompt sets": PROMPT_SETS, "prompt sets of the model hub": HUB_SETS,
+                 "profiles": profile_names()}  # fmt: skip
+        lines = (f"{kind}: {', '.join(names)}" for kind, names in known.items())
+        parser.epilog = "\n".join(fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+        parser.print_help()
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="specter-lab", description="Reproduce figures and tables of three papers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -58,17 +76,23 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--runner", default="local", help="where rows are computed: local (default) or ray")
     command.set_defaults(function=_reproduce)
 
-    command = commands.add_parser("measure", help="routing, acceptance and predicted K* of a model of your own")
+    command = commands.add_parser("measure", help="routing, acceptance and predicted K* of a model of your own",
+                                  add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    command.add_argument("-h", "--help", action=_HelpWithNames, nargs=0, help="show this, and every name there is")
     command.add_argument("model", metavar="MODEL", help="zoo name, folder or hub id")
-    command.add_argument("--quantizer", default="gptq-int4", help="name, or a quantised checkpoint (default: gptq-int4)")
-    command.add_argument("--prompts", nargs="+", default=None, metavar="FILE", help=".txt, .jsonl, or prompt sets")
+    command.add_argument("--quantizer", default="gptq-int4", help="of the draft's experts, by name, or a quantised "
+                         "checkpoint (default: gptq-int4)")  # fmt: skip
+    command.add_argument("--prompts", nargs="+", default=None, metavar="FILE", help=".txt or .jsonl files, or prompt sets by "
+                         "name (default: all sets)")  # fmt: skip
     command.add_argument("--requests", type=int, default=20, help="prompts of each (default: 20)")
     command.add_argument("--max-tokens", type=int, help="cut prompts to so many tokens (default: all)")
     command.add_argument("--depth", type=int, default=16, help="largest K (default: 16)")
-    command.add_argument("--profile", default=None, help="machine of the prediction (default: the paper's A100)")
+    command.add_argument("--profile", default=None, help="machine of the prediction, by name (default: "
+                         "the paper's A100)")  # fmt: skip
     command.add_argument("--memory-gb", type=float, help="its GPU memory (default: all it has)")
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--device", default="cpu", help="where to measure (default: cpu)")
+    command.add_argument("--device", default=None, help="where to measure (default: the GPU if there is one, but the CPU "
+                         "for shipped models)")  # fmt: skip
     command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     command.set_defaults(function=_measure)
 
@@ -78,7 +102,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("widen", help="grow a small model to its original's full size, same function")
     command.add_argument("model", metavar="MODEL", help="zoo name, or a checkpoint folder with an original's routing")
-    command.add_argument("out", metavar="FOLDER", help="where the wide checkpoint goes (28 GB for Qwen1.5-MoE's 24 layers)")
+    command.add_argument(
+        "out", metavar="FOLDER", help="where the wide checkpoint goes (28 GB for Qwen1.5-MoE's 24 layers)"
+    )
     command.add_argument("--to", default=None, metavar="MODEL", help="the original (default: the zoo model's own)")
     command.set_defaults(function=_widen)
 

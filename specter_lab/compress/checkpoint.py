@@ -38,7 +38,7 @@ def load_quantized(path: str | Path, source: LoadedModel) -> QuantizedExperts:
     Raises:
         UserError: not found, damaged, altered, incomplete, of another model, or with a quantised router.
     """
-    found = _locate(str(path))
+    found = locate(str(path))
     report = None
     if found.is_dir():
         verify_manifest(found)
@@ -64,14 +64,21 @@ def _only_gguf(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def _locate(name: str) -> Path:
-    """The folder or GGUF file that `name` means."""
-    if Path(name).is_file():
+def locate(name: str) -> Path:
+    """The folder or GGUF file that `name` means, downloaded if it is on the model hub.
+
+    Raises:
+        UserError: there is none.
+    """
+    if Path(name).exists():
         return Path(name)
+    if "/" not in name or name.startswith((".", "/")):
+        kind = "GGUF file" if name.endswith(".gguf") else "quantised checkpoint"
+        raise UserError(f"no {kind} {name}: give its path, or the hub id of one ('org/name', 'org/name/file.gguf')")
     if not name.endswith(".gguf"):
         return resolve(name)
     repository, _, file_name = name.rpartition("/")
-    if repository.count("/") != 1 or name.startswith((".", "/")):
+    if repository.count("/") != 1:
         raise UserError(f"no GGUF file {name}: give its path, or 'org/name/file.gguf' for one on the model hub")
     from huggingface_hub import hf_hub_download
 

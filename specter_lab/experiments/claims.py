@@ -7,11 +7,12 @@ The rules are fixed before any run; they are also written at the head of claims.
 | absolute | ours and the paper's value | relative difference <= tolerance | <= 3 x tolerance |
 | ratio | a factor, 1 = no effect | relative difference <= tolerance | same side of 1 |
 | ordering | share of the claimed pairs that hold | every pair | at least 1 - tolerance of them |
-| threshold | ours and a bound | the whole interval beyond the bound | the value alone |
+| threshold | ours and a bound | the whole interval within the bound | the value alone |
 | shape | the number that describes a curve, and its range | inside | outside by <= tolerance |
 
 Two caps: an absolute value or ratio that depends on trained weights and was measured on other models than the
-paper's, and anything simulated, is a trend at best.
+paper's, and anything simulated, is a trend at best. A claim about one class of GPU is judged on values measured there; a
+simulated one gets no verdict, whichever machine it was simulated on, and how far off it is stands beside it.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Verdict:
     simulated: bool
     verdict: str
     why: str
+    aside: str = ""  # what tables put beside the value
 
 
 def _series(claim_id: str, entry: Mapping) -> Iterable[Claim]:
@@ -164,8 +166,10 @@ def _ratio(claim: Claim, measured: Measured) -> tuple[str, str]:
     why = f"{off:.1%} from the paper's factor, tolerance {claim.tolerance:.1%}"
     if off <= claim.tolerance:
         return REPRODUCED, why
-    same_side = (measured.value - 1) * (claim.value - 1) > 0
-    return (TREND if same_side else NOT_REPRODUCED), why + (", same side of 1" if same_side else ", other side of 1")
+    if (measured.value - 1) * (claim.value - 1) <= 0:
+        return NOT_REPRODUCED, f"{why}, other side of 1"
+    far = off > TREND_TOLERANCES * claim.tolerance  # for a large factor the rule asks for next to nothing
+    return TREND, f"{why}, same side of 1" + (", which is all that this trend says" if far else "")
 
 
 def _ordering(claim: Claim, measured: Measured) -> tuple[str, str]:
@@ -183,10 +187,10 @@ def _within(value: float, claim: Claim, slack: float = 0.0) -> bool:
 def _threshold(claim: Claim, measured: Measured) -> tuple[str, str]:
     ends = [end for end in (measured.low, measured.high) if end is not None]
     if not _within(measured.value, claim):
-        return NOT_REPRODUCED, "the value is on the wrong side of the bound"
+        return NOT_REPRODUCED, "the value is outside the bound"
     if all(_within(end, claim) for end in ends):
-        return REPRODUCED, "the whole interval is beyond the bound" if ends else "the value is beyond the bound"
-    return TREND, "the value is beyond the bound, its interval is not"
+        return REPRODUCED, "the whole interval is within the bound" if ends else "the value is within the bound"
+    return TREND, "the value is within the bound, its interval is not"
 
 
 def _shape(claim: Claim, measured: Measured) -> tuple[str, str]:
@@ -206,11 +210,13 @@ def _decide(claim: Claim, measured: Measured | None, setting: Setting) -> tuple[
         return NOT_RUN, f"the {setting.tier} tier does not measure it"
     if measured.value is None:
         return NOT_RUN, measured.note or "not measured"
-    if claim.gpu and claim.gpu not in (setting.gpu or ""):
+    if claim.gpu and not measured.simulated and claim.gpu not in (setting.gpu or ""):
         return NOT_RUN, f"measured on {setting.gpu or 'a CPU'}, comparable on {claim.gpu} only"
     verdict, why = _JUDGES[claim.kind](claim, measured)
     if measured.note:
         why += f"; {measured.note}"
+    if claim.gpu and measured.simulated:
+        return NOT_RUN, f"simulated, not measured on {_a(claim.gpu)}; {why}"
     other_models = not (claim.any_weights or setting.papers_models)
     if other_models:
         why += "; on models of your choice" if setting.own_models else "; on zoo models, not the paper's"
@@ -220,6 +226,11 @@ def _decide(claim: Claim, measured: Measured | None, setting: Setting) -> tuple[
     return (TREND if capped and verdict == REPRODUCED else verdict), why
 
 
+def _a(name: str) -> str:
+    """A class of GPU with its article."""
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
 def judge(claim: Claim, measured: Measured | None, setting: Setting) -> Verdict:
     """The verdict on one claim; `measured` is None when the run has no value for it."""
     verdict, why = _decide(claim, measured, setting)
@@ -227,6 +238,7 @@ def judge(claim: Claim, measured: Measured | None, setting: Setting) -> Verdict:
     return Verdict(
         claim.id, claim.text, claim.kind, claim.unit, claim.source, claim.headline, claim.value, claim.at_least,
         claim.at_most, claim.tolerance, found.value, found.low, found.high, found.n, found.simulated, verdict, why,
+        found.aside,
     )  # fmt: skip
 
 

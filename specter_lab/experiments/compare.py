@@ -50,7 +50,8 @@ def headline_table(tier: str = "cpu") -> pd.DataFrame:
                 found = recorded.get(claim.id)
                 command = f"`make reproduce-{(*experiment.aliases, experiment.id)[0]}`"
                 verdict = found.verdict if found else NOT_RUN
-                table.append((claim.text, command, _papers_value(claim), _ours(found), verdict))
+                aside = f"; {found.aside}" if found and found.aside else ""
+                table.append((claim.text, command, _papers_value(claim), _ours(found) + aside, verdict))
     return pd.DataFrame(table, columns=["claim", "command", "paper", "ours", "verdict"])
 
 
@@ -78,11 +79,16 @@ def in_unit(value: float | None, unit: str) -> str:
     """A number as people read it: shares in percent, factors with an x."""
     if value is None:
         return NOTHING
+    suffix = {"share": " %", "pairs": " % of pairs", "x": "x"}.get(unit, f" {unit}")
+    return _digits(value, unit) + suffix
+
+
+def _digits(value: float, unit: str) -> str:
     if unit == "share":
-        return f"{100 * value:.2f} %"
+        return f"{100 * value:.2f}"
     if unit == "pairs":
-        return f"{100 * value:.0f} % of pairs"
-    return f"{value:.3g}x" if unit == "x" else f"{value:.4g} {unit}"
+        return f"{100 * value:.0f}"
+    return f"{value:.3g}" if unit == "x" else f"{value:.4g}"
 
 
 def _verdicts(experiment: str, tier: str, root: Path) -> dict[str, Verdict]:
@@ -106,5 +112,7 @@ def _ours(verdict: Verdict | None) -> str:
         return NOTHING
     shown = in_unit(verdict.ours, verdict.unit)
     if verdict.low is not None and verdict.high is not None:
-        shown += f" [{in_unit(verdict.low, verdict.unit)}, {in_unit(verdict.high, verdict.unit)}]"
+        shown += f" [{_digits(verdict.low, verdict.unit)}, {_digits(verdict.high, verdict.unit)}]"
+    if verdict.ours is not None and verdict.n is not None:
+        shown += f", n = {verdict.n:,}"
     return shown + (" (simulated)" if verdict.simulated else "")

@@ -50,7 +50,8 @@ class Measured:
     high: float | None = None
     n: int | None = None  # observations behind the value
     simulated: bool = False  # from the cost model, not from a clock or a counter
-    note: str = ""
+    note: str = ""  # why it is so, or why there is none
+    aside: str = ""  # what nobody should read the value without: the pairs of an ordering that fail
 
     def __post_init__(self) -> None:
         bad = [x for x in (self.value, self.low, self.high) if x is not None and not math.isfinite(x)]

@@ -120,9 +120,19 @@ def add_notebook(result: Result, notebook: Path) -> Result:
 
 def keep_lab_notebook(lab: str, name: str, notebook: Path) -> Path:
     """Keep the executed copy of a lab notebook as `<results>/<lab id>/<name>.ipynb`, in place of an older one."""
-    kept = paths.RESULTS / lab / f"{name}.ipynb"
-    write_whole(kept, _portable(notebook))
+    return keep_lab_file(lab, f"{name}.ipynb", _portable(notebook))
+
+
+def keep_lab_file(lab: str, name: str, content: bytes) -> Path:
+    """Keep a file of a lab as `<results>/<lab id>/<name>`, in place of an older one."""
+    kept = paths.RESULTS / lab / name
+    write_whole(kept, content)
     return kept
+
+
+def shown(path: Path) -> str:
+    """A path as people are told it: from the project's folder where it lies inside."""
+    return str(path.relative_to(paths.ROOT) if path.is_relative_to(paths.ROOT) else path)
 
 
 def _portable(notebook: Path) -> bytes:

@@ -40,7 +40,7 @@ def reproduce(
     """
     experiment = find(name)
     result = run(name, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner)
-    print(f"{experiment.id}: rows, claims and figure are in {_shown(result.folder)}")
+    print(f"{experiment.id}: rows, claims and figure are in {results.shown(result.folder)}")
     notebook = NOTEBOOKS / f"{experiment.id}.ipynb"
     with TemporaryDirectory() as folder:
         start = time.monotonic()
@@ -138,7 +138,3 @@ def _execute(notebook: Path, folder: Path, parameters: dict) -> Path:
             f"command again; rows, claims and figure of the run are written"
         ) from error
     return executed
-
-
-def _shown(path: Path) -> Path:
-    return path.relative_to(paths.ROOT) if path.is_relative_to(paths.ROOT) else path

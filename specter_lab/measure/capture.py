@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from specter_lab.errors import UserError
 from specter_lab.measure.prompts import TokenizedRequests
@@ -80,11 +80,16 @@ def capture(
 
 def check_context(model: PreTrainedModel, tokens: TokenizedRequests, new_tokens: int) -> None:
     """Raise UserError when a request and `new_tokens` more do not fit the model's context."""
-    limit = model.config.max_position_embeddings
+    check_positions(model.config, tokens, new_tokens)
+
+
+def check_positions(config: PretrainedConfig, tokens: TokenizedRequests, new_tokens: int) -> None:
+    """`check_context` for a model that is not loaded yet."""
+    limit = config.max_position_embeddings
     for request, ids in zip(tokens.requests, tokens.ids):
         if len(ids) + new_tokens > limit:
-            raise UserError(f"prompt '{request.id}' needs {len(ids) + new_tokens} positions, the model has {limit}: "
-                            f"tokenize with max_tokens={limit - new_tokens} or less")  # fmt: skip
+            raise UserError(f"prompt '{request.id}' needs {len(ids) + new_tokens} positions, the model has {limit}: cut "
+                            f"prompts to {limit - new_tokens} tokens or less (--max-tokens, in Python max_tokens)")  # fmt: skip
 
 
 @dataclass(frozen=True)

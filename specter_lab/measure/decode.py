@@ -15,6 +15,7 @@ from specter_lab.measure.capture import build_trace, check_context, join
 from specter_lab.measure.draft import cut_to_prefix
 from specter_lab.measure.prefix import join_steps, prefill, write
 from specter_lab.measure.prompts import TokenizedRequests
+from specter_lab.measure.speculate import check_new_tokens
 from specter_lab.measure.trace import DECODE, Origin, Trace
 
 BATCH = 128  # requests decoded side by side
@@ -45,6 +46,7 @@ def decode(
             produced NaN.
     """
     prefixes = cut_to_prefix(tokens, prefix_tokens)
+    check_new_tokens(new_tokens)
     check_context(model, prefixes, new_tokens)
     generator = Generator(model.device).manual_seed(origin.seed)
     texts, pieces = [], []

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from specter_lab.measure.prefix import Prefix, prefill, read, write
 from specter_lab.measure.sampling import GREEDY, accepted_length
-from specter_lab.measure.speculate import Rounds, check_length, check_pair, propose
+from specter_lab.measure.speculate import Rounds, check_depth, check_start, propose
 from specter_lab.models.adapters import adapter_for
 
 
@@ -45,8 +45,8 @@ def greedy_rounds(
     target: PreTrainedModel, draft: PreTrainedModel, prompts: Tensor, *, new_tokens: int, depths: Sequence[int]
 ) -> dict[int, Rounds]:
     """Rounds of every depth for prompts [R, P], in the order of each request's text; raises as `speculative_decode`."""
-    check_pair(target, draft)
-    check_length(target, prompts, new_tokens + max(depths))
+    check_depth(min(depths))
+    check_start(target, draft, prompts, new_tokens=new_tokens, depth=max(depths))
     known: dict[tuple[int, int], Window] = {}  # by request, and new tokens before the window
     with torch.inference_mode():
         prefix, inputs = _text(target, prompts.to(target.device), new_tokens)

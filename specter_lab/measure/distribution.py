@@ -29,7 +29,7 @@ class Fit:
     chi_square: float
     p_value: float
     total_variation: float  # between counts and law: also a perfect sampler shows about sqrt(cells / (2 pi n))
-    total_variation_at_most: float  # of what was sampled from and the law, upper confidence bound
+    total_variation_at_most: float  # of what was sampled from and the law over these cells, upper confidence bound
 
 
 def with_vocabulary(model: PreTrainedModel, token_ids: Tensor) -> PreTrainedModel:
@@ -69,8 +69,11 @@ def goodness_of_fit(counts: np.ndarray, law: np.ndarray, confidence: float = 0.9
     """Test counts [C] against probabilities [C].
 
     The bound on total variation follows from the chi-square statistic: under another law it is non-central with
-    parameter n x sum (p' - p)^2 / p, the largest one not rejected bounds that sum, and by Cauchy-Schwarz half its root
-    bounds the total variation.
+    parameter n x sum (p' - p)^2 / p, the largest one not excluded bounds that sum, and by Cauchy-Schwarz half its root
+    bounds the total variation. A parameter is excluded by the CLs criterion (A. L. Read, J. Phys. G 28, 2002): a
+    statistic that is this small must be unlikely under it *compared with* the law itself. So counts that fit better
+    than chance would have it claim no more than the sample can show: the bound never falls below
+    sqrt(-2 ln(1 - confidence) / n) / 2.
 
     Raises:
         ValueError: fewer than two cells are left after merging.
@@ -112,11 +115,13 @@ def _chi_square_below(x: float, freedom: int, noncentrality: float = 0.0) -> flo
 
 
 def _largest_noncentrality(x: float, freedom: int, confidence: float) -> float:
-    """The non-centrality that makes a chi-square of at most x as unlikely as 1 - confidence; by bisection."""
+    """The non-centrality with which a chi-square of at most x is 1 - confidence times as likely as without; bisection."""
+    x = max(x, freedom / 10)  # a fit that good has a chance which underflows; the bound hardly depends on it there
+    excluded_below = (1 - confidence) * _chi_square_below(x, freedom)
     low, high = 0.0, 4 * x + 100
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _chi_square_below(x, freedom, middle) > 1 - confidence else (low, middle)
+        low, high = (middle, high) if _chi_square_below(x, freedom, middle) > excluded_below else (low, middle)
     return low
 
 

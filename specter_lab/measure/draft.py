@@ -27,7 +27,7 @@ from specter_lab.measure.capture import TOKEN_BUDGET, build_trace, check_context
 from specter_lab.measure.prefix import prefill, read
 from specter_lab.measure.prompts import TokenizedRequests
 from specter_lab.measure.sampling import GREEDY, accepted_length
-from specter_lab.measure.speculate import propose
+from specter_lab.measure.speculate import check_depth, check_pair, propose
 from specter_lab.measure.trace import DECODE, Origin, Trace
 
 
@@ -63,10 +63,11 @@ def free_running_draft(
         token_budget: prefix tokens per batch of requests.
 
     Raises:
-        UserError: a request is shorter than the prefix, prefix and window exceed the context, or a router gave NaN.
+        UserError: draft and target do not fit each other, a depth below 1 or a prefix below 2, a request is shorter than
+            the prefix, prefix and window exceed the context, or a router gave NaN.
     """
-    if prefix_tokens < 2 or depth < 1:
-        raise ValueError(f"prefix_tokens {prefix_tokens} must be at least 2 and depth {depth} at least 1")
+    check_pair(target, draft)
+    check_depth(depth)
     prefixes = cut_to_prefix(tokens, prefix_tokens)
     check_context(target, prefixes, new_tokens=depth)
     windows, draft_pieces, target_pieces, accepted = [], [], [], []
@@ -97,7 +98,9 @@ def free_running_draft(
 
 
 def cut_to_prefix(tokens: TokenizedRequests, prefix_tokens: int) -> TokenizedRequests:
-    """The first `prefix_tokens` tokens of every request; raises UserError when one is shorter."""
+    """The first `prefix_tokens` tokens of every request; raises UserError when one is shorter, or all would be."""
+    if prefix_tokens < 2:
+        raise UserError(f"a prefix of {prefix_tokens} is too short: it needs 2 tokens, one to read and one to go on from")
     for request, ids in zip(tokens.requests, tokens.ids):
         if len(ids) < prefix_tokens:
             raise UserError(f"prompt '{request.id}' has {len(ids)} tokens, the prefix needs {prefix_tokens}: "

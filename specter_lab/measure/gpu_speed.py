@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from specter_lab.measure.host_speed import COPY_SIZES, Rate, median_s, operator_us
+from specter_lab.measure.host_speed import COPY_SIZES, Rate, low_s, operator_us
 
 SMALL_READ_BYTES = 4096  # a result that the host waits for
 H2D_SIZES = (*COPY_SIZES[1:], 268_435_456)
@@ -79,7 +79,7 @@ def _copy_rate(to: torch.Tensor, source: torch.Tensor, size: int, budget_s: floa
 
 def _small_read_rate(host: torch.Tensor, device: torch.Tensor, budget_s: float) -> Rate:
     torch.cuda.synchronize()
-    seconds = median_s(lambda _: host[:SMALL_READ_BYTES].copy_(device[:SMALL_READ_BYTES]), budget_s)
+    seconds = low_s(lambda _: host[:SMALL_READ_BYTES].copy_(device[:SMALL_READ_BYTES]), budget_s)
     return Rate(SMALL_READ_BYTES, SMALL_READ_BYTES / seconds * 1e-9)
 
 
@@ -105,7 +105,7 @@ def _launch_us(budget_s: float) -> float:
             number.add_(1)
         torch.cuda.synchronize()
 
-    return median_s(launches, budget_s) / 200 * 1e6
+    return low_s(launches, budget_s) / 200 * 1e6
 
 
 def _link() -> str:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 ROOM = 40  # columns of room that a copy gets: a window of 32 drafted tokens and some
@@ -40,6 +40,17 @@ class ExpandedLayer(RoomyLayer):
     def expand(self, expand_kv, *latents: Tensor) -> tuple[Tensor, Tensor]:
         """Append what the model makes of new latents. Returns all keys and values."""
         return super().update(*expand_kv(*latents))
+
+
+def kv_layout(config: PretrainedConfig) -> dict[str, int | None]:
+    """What the shape of a model's keys and values follows from, by the config's names."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    latent = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+    } | {name: getattr(config, name, None) for name in latent}
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:

@@ -118,8 +118,10 @@ def tokenize(
     """Token ids of every request, special tokens as the tokenizer adds them, cut to the first `max_tokens`.
 
     Raises:
-        UserError: there are no requests, or one has no tokens.
+        UserError: there are no requests, one has no tokens, or all would be cut to none.
     """
+    if max_tokens is not None and max_tokens < 1:
+        raise UserError(f"prompts cut to {max_tokens} tokens leave nothing to read: keep 1 or more of each, or all")
     if not requests:
         raise UserError("no requests to tokenize: select at least one prompt")
     encoded = tokenizer([request.text for request in requests], verbose=False)["input_ids"]

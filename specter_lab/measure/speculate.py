@@ -8,13 +8,14 @@ One round, for a request whose last committed token is x_0 (its KV is not in the
     target's p     p_1   p_2   ...  p_(K+1)  one pass over the K+1 inputs
     committed      x_1 ... x_a, y            a accepted tokens and one of the target's: the correction, or the bonus
 
-Tokens after an end-of-text token are decoded like any other, so that all requests are equally long (Specter measures
+The draft proposes x_1 ... x_K, the rule accepts a of them, the prefix forgets the other K - a. Tokens after an end-of-text token are decoded like any other, so that all requests are equally long (Specter measures
 128 new tokens whatever they are).
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 
 from specter_lab.errors import UserError
 from specter_lab.measure.capture import ForwardRouting
+from specter_lab.measure.kv_memory import kv_layout
 from specter_lab.measure.prefix import Prefix, join_steps, prefill, read, write
 from specter_lab.measure.sampling import GREEDY, AcceptRule, accept, distribution
 from specter_lab.models.adapters import adapter_for
@@ -87,10 +89,10 @@ def speculative_decode(
         rule: decides what is accepted; anything but the default gives up exactness.
 
     Raises:
-        UserError: vocabularies differ, prompt and new tokens exceed the context, or a model produced NaN.
+        UserError: draft and target do not fit each other, depth or new tokens below 1, prompt and new tokens exceed the
+            context, or a model produced NaN.
     """
-    check_pair(target, draft)
-    check_length(target, prompts, new_tokens + depth)
+    check_start(target, draft, prompts, new_tokens=new_tokens, depth=depth)
     prompts = prompts.to(target.device)
     generator = Generator(target.device).manual_seed(seed)
     texts: list[list[int]] = [[] for _ in prompts]
@@ -100,25 +102,25 @@ def speculative_decode(
         prefix, last = prefill(target, prompts[:, :-1]), prompts[:, -1:]
         while len(active):
             position = prefix.lengths
-            window, q, draft_routing = propose(draft, copy.deepcopy(prefix), last, depth, temperature, generator)
-            logits, routing = read(target, prefix, window)  # [B, K + 1, V]
+            window, q, predicted = propose(draft, copy.deepcopy(prefix), last, depth, temperature, generator)
+            logits, needed = read(target, prefix, window)  # [B, K + 1, V]
             accepted, last = rule(window[:, 1:], q, distribution(logits, temperature), generator)
             prefix.forget(depth - accepted)
-            for request, tokens, count, token in zip(active, window[:, 1:].tolist(), accepted.tolist(), last.tolist()):
-                texts[request] += tokens[:count] + token
-            experts = (experts_of_windows(target, r, len(active)) for r in (routing, draft_routing))
-            rounds.append((active, position, accepted, *experts))
+            rounds.append(_round(target, active, position, accepted, needed, predicted))
+            committed = (part.tolist() for part in (active, window[:, 1:], accepted, last[:, 0]))
+            for request, drafted, count, next_token in zip(*committed):
+                texts[request] += [*drafted[:count], next_token]
             unfinished = torch.tensor([len(texts[request]) < new_tokens for request in active])
             active, last = active[unfinished], last[unfinished]
             prefix.keep_rows(unfinished)
-    columns = (torch.cat([part.cpu() for part in column]).numpy() for column in zip(*rounds))
-    return Decoded(torch.tensor([text[:new_tokens] for text in texts]), Rounds(depth, *columns))
+    return Decoded(torch.tensor([text[:new_tokens] for text in texts]), _joined(depth, rounds))
 
 
 def plain_decode(
     target: PreTrainedModel, prompts: Tensor, *, new_tokens: int, temperature: float = GREEDY, seed: int = 0
 ) -> PlainDecoded:
     """Decode prompts [B, P] one token at a time with the target alone; raises as `speculative_decode`."""
+    check_new_tokens(new_tokens)
     check_length(target, prompts, new_tokens)
     prompts = prompts.to(target.device)
     generator = Generator(target.device).manual_seed(seed)
@@ -146,6 +148,24 @@ def propose(
     return torch.cat([last, *tokens], dim=1), q, join_steps(steps)
 
 
+def _round(
+    target: PreTrainedModel,
+    requests: Tensor,
+    position: Tensor,
+    accepted: Tensor,
+    needed: ForwardRouting,
+    predicted: ForwardRouting,
+) -> tuple[Tensor, ...]:
+    """One round of B requests as columns of `Rounds`: [B] three times, and [B, L, E] twice."""
+    experts = (experts_of_windows(target, routing, len(requests)) for routing in (needed, predicted))
+    return tuple(column.cpu() for column in (requests, position, accepted, *experts))
+
+
+def _joined(depth: int, rounds: Sequence[tuple[Tensor, ...]]) -> Rounds:
+    """All rounds, one after the other."""
+    return Rounds(depth, *(torch.cat(column).numpy() for column in zip(*rounds)))
+
+
 def experts_of_windows(model: PreTrainedModel, routing: ForwardRouting, batch: int) -> Tensor:
     """Which experts each request's window uses in each MoE layer: routing rows [B * T] -> [B, L, E] bool."""
     num_experts = adapter_for(model.config).num_experts(model.config)
@@ -155,12 +175,39 @@ def experts_of_windows(model: PreTrainedModel, routing: ForwardRouting, batch: i
     return used.scatter_(2, experts, True)
 
 
+def check_start(
+    target: PreTrainedModel, draft: PreTrainedModel, prompts: Tensor, *, new_tokens: int, depth: int
+) -> None:
+    """Raise UserError when prompts [B, P] cannot be continued by `new_tokens` in rounds of up to `depth` tokens."""
+    check_pair(target, draft)
+    check_new_tokens(new_tokens)
+    check_depth(depth)
+    check_length(target, prompts, new_tokens + depth)
+
+
+def check_new_tokens(new_tokens: int) -> None:
+    """Raise UserError when there is nothing to write."""
+    if new_tokens < 1:
+        raise UserError(f"{new_tokens} new tokens leave nothing to decode: ask for 1 or more")
+
+
+def check_depth(depth: int) -> None:
+    """Raise UserError when there is nothing to draft."""
+    if depth < 1:
+        raise UserError(f"a depth of {depth} drafts nothing: give 1 or more, or decode with the target alone")
+
+
 def check_pair(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Raise UserError when draft and target do not have the same vocabulary."""
+    """Raise UserError when draft and target do not have the same vocabulary and layout of keys and values."""
     ours, theirs = target.config.vocab_size, draft.config.vocab_size
     if ours != theirs:
         raise UserError(f"the draft has a vocabulary of {theirs} tokens, the target one of {ours}: draft with a "
                         f"quantised copy of the target, or with a model that shares its tokenizer")  # fmt: skip
+    ours, theirs = (kv_layout(model.config) for model in (target, draft))
+    if parted := [name for name in ours if ours[name] != theirs[name]]:
+        said = ", ".join(f"{name} {theirs[name]}, the target's {ours[name]}" for name in parted)
+        raise UserError(f"the draft cannot continue from the target's keys and values ({said}): draft with a quantised "
+                        f"copy of the target, or with a model of the same attention shape")  # fmt: skip
 
 
 def check_length(target: PreTrainedModel, prompts: Tensor, further_tokens: int) -> None:

@@ -123,7 +123,7 @@ def read_trace(path: Path, *, model_digest: str | None = None) -> Trace:
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise damaged from error
     if version != SCHEMA_VERSION:
-        raise UserError(f"{path} has trace schema version {version}, this program reads {SCHEMA_VERSION}: "
+        raise UserError(f"{path} has trace schema version {version!r}, this program reads {SCHEMA_VERSION!r}: "
                         f"delete it and capture it again, or use the program version that wrote it")  # fmt: skip
     try:
         trace = _from_table(table, header)

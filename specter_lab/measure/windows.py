@@ -35,7 +35,7 @@ from specter_lab.files import whole_file
 from specter_lab.measure.capture import ForwardRouting
 from specter_lab.measure.prefix import Prefix, read, write
 from specter_lab.measure.sampling import GREEDY, accepted_length
-from specter_lab.measure.speculate import check_length, check_pair, propose
+from specter_lab.measure.speculate import check_start, propose
 from specter_lab.measure.trace import index_dtype
 from specter_lab.models.adapters import adapter_for
 
@@ -110,8 +110,7 @@ def record_windows(
     Raises:
         UserError: vocabularies differ, prompt and windows exceed the context, or a model produced NaN.
     """
-    check_pair(target, draft)
-    check_length(target, prompts, new_tokens + max_depth)
+    check_start(target, draft, prompts, new_tokens=new_tokens, depth=max_depth)
     num_experts = adapter_for(target.config).num_experts(target.config)
     generator = Generator(target.device).manual_seed(seed)
     prompts = prompts.to(target.device)

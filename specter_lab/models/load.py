@@ -67,7 +67,9 @@ def resolve(name: str) -> Path:
         raise UserError(f"{name} is not in data/zoo: proxies are trained, not shipped; on a CUDA GPU `.venv/bin/python -m "
                         f"specter_lab.models.zoo.train {name}` makes it, or name models you have (MODELS=path/to/folder)")  # fmt: skip
     if "/" not in name or name.startswith((".", "/")):
-        raise UserError(f"no model '{name}': give one of {', '.join(ZOO_MODELS)}, a folder, or a hub id like 'org/name'")
+        raise UserError(
+            f"no model '{name}': give one of {', '.join(ZOO_MODELS)}, a folder, or a hub id like 'org/name'"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -159,6 +161,23 @@ def placement(name: str) -> dict[str, torch.dtype | str]:
     return {"dtype": torch.float32 if fits else torch.bfloat16, "device": "cuda"}
 
 
+def check_device(device: str) -> None:
+    """Raise UserError when nothing can be computed on a torch device of this name here."""
+    try:
+        torch.ones(1, device=device).item()
+    except Exception as error:  # torch has a type of its own for every way in which a device can be missing
+        there = "'cpu' or 'cuda'" if torch.cuda.is_available() else "'cpu', the only one here"
+        raise UserError(f"no device '{device}' on this machine: give {there}") from error
+
+
+def check_finite(model: PreTrainedModel, where: str) -> None:
+    """Raise UserError when a weight is NaN or infinite; the message names the tensor and the checkpoint."""
+    for name, weight in model.named_parameters():
+        if not weight.sum().isfinite() and (bad := (~weight.isfinite()).nonzero()).numel():  # the sum takes no memory
+            raise UserError(f"{where}: {len(bad):,} of {weight.numel():,} values of '{name}' are not finite, the first at "
+                            f"{bad[0].tolist()}: the file is damaged, fetch it again")  # fmt: skip
+
+
 def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LoadedModel:
     """Load a zoo model, a local checkpoint or a hub id, with nothing missing, unexpected or unused.
 
@@ -169,8 +188,10 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         device: torch device of the weights.
 
     Raises:
-        UserError: unknown name, no network, damaged or altered file, no adapter, or keys that do not match.
+        UserError: no such device, unknown name, no network, damaged or altered file, no adapter, keys that do not match,
+            or a weight that is not finite.
     """
+    check_device(device)
     folder = resolve(name)
     config = read_config(folder)
     adapter = adapter_for(config)
@@ -181,7 +202,9 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     try:
         model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"cannot read the weights in {folder} ({error}): the file is damaged, fetch it again") from error
+        raise UserError(
+            f"cannot read the weights in {folder} ({error}): the file is damaged, fetch it again"
+        ) from error
     except (RuntimeError, KeyError) as error:
         raise UserError(f"the weights in {folder} have other shapes than its config.json says, or experts are missing: "
                         f"fetch both again from one place") from error  # fmt: skip
@@ -192,6 +215,9 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     expected = next((g.parameters for g in GEOMETRY.values() if name in (g.name, g.hub_id)), None)
     actual = sum(p.numel() for p in model.parameters())
     if expected is not None and actual != expected:
-        raise UserError(f"{name} has {actual:,} parameters, its geometry row says {expected:,}: not the model it claims")
+        raise UserError(
+            f"{name} has {actual:,} parameters, its geometry row says {expected:,}: not the model it claims"
+        )
+    check_finite(model, str(folder))
     model.eval().requires_grad_(False).to(device)
     return LoadedModel(shown_name(name), folder, digest, model, read_tokenizer(folder, config.vocab_size), adapter)

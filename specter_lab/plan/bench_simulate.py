@@ -38,15 +38,20 @@ class Speed:
     distinct_per_s: float
 
 
+def fitting(windows: Windows, policies: list[Policy]) -> list[Policy]:
+    """Those that can use the draft that was recorded, or none."""
+    fewer = windows.draft.shape[-1] < windows.target.shape[-1]
+    return [policy for policy in policies if policy.draft is None or (policy.draft == "fewer") == fewer]
+
+
 def speeds(windows: Windows, model: Anatomy, policies: list[Policy]) -> list[Speed]:
-    """How fast each policy is simulated; those that need another draft than was recorded are left out."""
+    """How fast each `fitting` policy is simulated."""
     everyone = range(windows.requests)
     history = workload_for(windows.of(list(everyone[-HISTORY:])), model)
     requests = workload_for(windows.of(list(everyone[:REQUESTS])), model)
     slots, costs = max(1, model.num_experts // 4), StepCosts(model, read_profile())
     scene = Scene(costs, slots, windows.depth, history, requests)
-    fitting = [p for p in policies if p.draft is None or (p.draft == "fewer") == requests.fewer]
-    return [_speed(requests, policy, scene) for policy in fitting]
+    return [_speed(requests, policy, scene) for policy in fitting(windows, policies)]
 
 
 def _speed(requests: Workload, policy: Policy, scene: Scene) -> Speed:
@@ -68,9 +73,14 @@ def main(arguments: list[str]) -> None:
         shape = next((name for name in SHAPES if file.name.startswith(f"{name}-")), None)
         if shape is None:
             raise UserError(f"{file.name} does not begin with the name of a zoo model: {', '.join(SHAPES)}")
-        model = anatomy_of(SHAPES[shape].original)
-        for speed in speeds(read_windows(file), model, list(POLICIES.values())):
+        if not file.exists():
+            raise UserError(f"there is no file {file}: name one of {paths.CACHE / 'windows'}, or none for all of them")
+        windows, everyone = read_windows(file), list(POLICIES.values())
+        for speed in speeds(windows, anatomy_of(SHAPES[shape].original), everyone):
             print(f"{file.stem:<44}{speed.policy:<15}{speed.uses_per_s / 1e6:>9.2f}{speed.distinct_per_s / 1e6:>14.2f}")
+        chosen = fitting(windows, everyone)
+        for policy in (policy for policy in everyone if policy not in chosen):
+            print(f"{file.stem:<44}{policy.id:<15} left out: drafts with {policy.draft!r}, windows of another draft")
 
 
 if __name__ == "__main__":

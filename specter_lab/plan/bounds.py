@@ -7,6 +7,9 @@ optimal. Experts used once need not take a slot (bypass), so this is at least as
 one. Passes whose hits do not count (prefills) may be served without hits, so no slot waits for them.
 
 The hits counted are distinct experts per layer and pass; prefetching policies are not bounded by this.
+
+    best_hit_rates(workload, (6, 16, 32), 128)          # of plain decoding: what LRU, LFU or Belady can reach at most
+    best_hit_rates(workload, (6, 16, 32), 128, depth=16)  # of windows of 16 drafted tokens, without prefetching
 """
 
 from __future__ import annotations
@@ -83,6 +86,19 @@ def best_hit_rate(passes: Passes, slots: np.ndarray) -> float:
     """`most_hits` over all experts needed in counted passes; NaN without any."""
     needed = int(passes.used[passes.counted].sum())
     return float(most_hits(passes, slots).sum() / needed) if needed else float("nan")
+
+
+def best_hit_rates(
+    workload: Workload, slots_per_layer: Sequence[int], new_tokens: int, *, depth: int = 0
+) -> dict[int, float]:
+    """`best_hit_rate` over all requests, each decoded by itself from empty slots, by slots in every layer."""
+    hits, needed = dict.fromkeys(slots_per_layer, 0), 0
+    for request in range(workload.requests):
+        passes = passes_of(workload, [request], new_tokens, depth=depth)
+        needed += int(passes.used[passes.counted].sum())
+        for count in hits:
+            hits[count] += int(most_hits(passes, np.full(workload.layers, count)).sum())
+    return {count: found / needed for count, found in hits.items()}
 
 
 def _used(needs: Needs, num_experts: int) -> np.ndarray:

@@ -7,6 +7,9 @@
     workspace      context, libraries, activations (assumed)
     slots          what is left: whole BF16 experts, equally many per MoE layer
 
+Where GPU and host share one memory (Jetson), the host's copies of the experts lie in it too, as many as there is room for
+beside the rest; the others are read from disk whenever they are copied (`StepCosts.placed`).
+
 GB are 10^9 bytes. In the paper's settings there is more room than its slots take: at 20/16 GB (Qwen), 40/32 GB (Phi) and
 24/18 GB (DeepSeek) Specter has 15/8, 2/1 and 16/4 slots; `slots_for` finds what tests/plan/test_budget.py lists.
 """
@@ -14,6 +17,8 @@ GB are 10^9 bytes. In the paper's settings there is more room than its slots tak
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+
+import numpy as np
 
 from specter_lab.compress.int4 import int4_expert_bytes
 from specter_lab.errors import UserError
@@ -58,12 +63,33 @@ def bytes_for(policy: Policy, model: Anatomy, slots_per_layer: int, context_toke
     return fixed_bytes(policy, model, context_tokens, batch).total + slots_per_layer * _layer_bytes(model)
 
 
+def held_bytes(policy: Policy, scene: Scene, context_tokens: int, batch: int = 1) -> dict[str, int]:
+    """What a policy's system holds in the GPU's memory in this scene, by part; the sum must not exceed it.
+
+    In a memory that the host shares, the host's copies of the experts are a part: as many as find room beside the others.
+    """
+    costs, fixed = scene.costs, asdict(fixed_bytes(policy, scene.costs.model, context_tokens, batch))
+    parts = {name.replace("_", " "): size for name, size in fixed.items() if size}
+    parts["expert slots"] = int(policy.slots(scene).sum()) * costs.model.expert_bytes
+    if costs.profile.unified_memory:
+        parts["host copies"] = costs.placed(sum(parts.values())).disk.first * _layer_bytes(costs.model)
+    return parts
+
+
+def gpu_bytes(policy: Policy, scene: Scene, slots: np.ndarray, batch: int = 1) -> int:
+    """What a policy's system holds on the GPU in this scene, with slots [L]."""
+    fixed = fixed_bytes(policy, scene.costs.model, scene.costs.context_tokens, batch)
+    return fixed.total + int(slots.sum()) * scene.costs.expert_bytes
+
+
 def slots_for(policy: Policy, model: Anatomy, budget_bytes: int, context_tokens: int, batch: int = 1) -> int:
     """Slots per MoE layer that a budget holds, at most all experts.
 
     Raises:
-        UserError: not one per layer fits; with the numbers, and what could be given up.
+        UserError: no bytes at all, or not one slot per layer fits; with the numbers, and what could be given up.
     """
+    if budget_bytes <= 0:
+        raise UserError(f"a budget of {budget_bytes} bytes is none: give what the GPU may hold, in bytes")
     fixed = fixed_bytes(policy, model, context_tokens, batch)
     slots = (budget_bytes - fixed.total) // _layer_bytes(model)
     if slots < 1:
@@ -98,9 +124,10 @@ def _refusal(policy: Policy, model: Anatomy, budget_bytes: int, fixed: Fixed) ->
         "the INT4 draft, as lru-s or adapmoe do": fixed.int4_pool,
         "context": fixed.kv_cache,
     }
-    options = "; ".join(f"{what} ({size / 1e9:.2f} GB)" for what, size in give_up.items() if size)
+    worth = {what: f"{size / 1e9:.2f}" for what, size in give_up.items()}
+    options = "; ".join(f"{what} ({gb} GB)" for what, gb in worth.items() if float(gb))
     return (
         f"{budget_bytes / 1e9:.2f} GB do not hold one expert slot in each of the {model.moe_layers} MoE layers of "
         f"{model.name} under '{policy.id}', which takes {needed / 1e9:.2f} GB ({parts}, slots {_layer_bytes(model) / 1e9:.2f}): "
-        f"give {(needed - budget_bytes) / 1e9:.2f} GB more, or give up {options}"
+        f"give {(needed - budget_bytes) / 1e9:.2f} GB more" + (f", or give up {options}" if options else "")
     )

@@ -4,7 +4,8 @@
     print(report.to_text())
     profile = read_profile("this-machine")          # what it wrote
 
-Without a GPU the processor stands in for it: its matrix products, its memory, and copies from memory to memory.
+Without a GPU the processor stands in for it: its matrix products, its memory, and copies from memory to memory. On a busy machine
+the numbers are low: report and profile say so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from specter_lab.plan.hardware import CURVES, THIS_MACHINE, Cpu, Curve, Profile,
 if TYPE_CHECKING:  # torch may be what is missing
     from specter_lab.measure.disk_speed import DiskSpeed
     from specter_lab.measure.gpu_speed import GpuSpeed
-    from specter_lab.measure.host_speed import HostSpeed, Rate
+    from specter_lab.measure.host_speed import HostSpeed, Load, Rate
 
 CURVE_TITLES = {"h2d": "host to device", "d2h": "device to host", "disk_read": "disk read"}
 
@@ -39,6 +40,7 @@ class Speeds:
     cpu_name: str
     cores: int
     memory_bytes: int
+    load: Load  # before anything was measured
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Report:
         lines = ["Installed", *map(_part_line, self.parts)]
         if self.speeds:
             lines += ["", f"This machine, measured in {self.seconds:.0f} s", *_speed_lines(self.speeds)]
+            if self.speeds.load.busy:
+                lines += [
+                    "",
+                    f"  {_load_words(self.speeds.load)}: numbers are low, run it again when nothing else runs",
+                ]
             lines += ["", *_curve_lines(self.profile), "", f"Written as profile '{THIS_MACHINE}': {self.file}"]
         lacking = "; ".join(part.missing for part in self.parts if part.needed and part.missing)
         verdict = "specter_lab can work here." if self.works else f"specter_lab cannot work here. Missing: {lacking}."
@@ -108,24 +115,28 @@ def measure(on_step: Callable[[str], None], **effort: Mapping) -> Speeds:
 
     from specter_lab.measure.disk_speed import measure_disk
     from specter_lab.measure.gpu_speed import measure_gpu
-    from specter_lab.measure.host_speed import cpu_name, measure_host, usable_cores
+    from specter_lab.measure.host_speed import cpu_name, load, measure_host, usable_cores
 
+    before = load()
     host = measure_host(on_step, **effort.get("host", {}))
     gpu = measure_gpu(on_step, **effort.get("gpu", {}))
     on_step("disk reads")
     disk = measure_disk(paths.CACHE, **effort.get("disk", {}))
-    return Speeds(host, disk, gpu, cpu_name(), usable_cores(), psutil.virtual_memory().total)
+    return Speeds(host, disk, gpu, cpu_name(), usable_cores(), psutil.virtual_memory().total, before)
 
 
 def profile_of(speeds: Speeds) -> Profile:
     """The hardware profile of what was measured; its GPU is the processor where there is no other."""
     host, gpu, disk = speeds.host, speeds.gpu, speeds.disk
     by = f"measured: specter-lab doctor, torch {installation.package_version('torch')}"
-    cpu = Cpu(speeds.cpu_name, speeds.cores, *map(_round, (host.read_gb_s, host.bf16_tflop_s, host.fp32_tflop_s)))
+    by += f", under {_load_words(speeds.load)}" if speeds.load.busy else ""
+    of_cpu = (speeds.memory_bytes / 1e9, host.read_gb_s, host.bf16_tflop_s, host.fp32_tflop_s)
+    cpu = Cpu(speeds.cpu_name, speeds.cores, *map(_round, of_cpu))
     sources = {
-        "cpu.memory_bandwidth_gb_s": f"{by}, FP32 matrix-vector product on all cores",
-        "cpu.bf16_tflop_s": f"{by}, matrix product on all cores",
-        "cpu.fp32_tflop_s": f"{by}, matrix product on all cores",
+        "cpu.memory_gb": f"{by}, by the operating system",
+        "cpu.memory_bandwidth_gb_s": f"{by}, FP32 matrix-vector product on one core or all",
+        "cpu.bf16_tflop_s": f"{by}, matrix product on one core or all",
+        "cpu.fp32_tflop_s": f"{by}, matrix product on one core or all",
     }
     if gpu:
         numbers = (gpu.memory_gb, gpu.copy_gb_s, gpu.bf16_tflop_s, gpu.operator_us)
@@ -135,7 +146,7 @@ def profile_of(speeds: Speeds) -> Profile:
         how = {"h2d": "pinned memory", "d2h": "pinned memory; the smallest with synchronisation"}
     else:
         numbers = (speeds.memory_bytes / 1e9, host.read_gb_s, host.bf16_tflop_s, host.operator_us)
-        said = ("the host's memory", "FP32 matrix-vector product on all cores", "BF16 matrix product on all cores",
+        said = ("the host's memory", "FP32 matrix-vector product on one core or all", "BF16 matrix product on one core or all",
                 "eager operators of a decoder layer, on the processor")  # fmt: skip
         names, rates = (f"none, {speeds.cpu_name} instead", "memory to memory"), {"h2d": host.copy, "d2h": host.copy}
         how = dict.fromkeys(("h2d", "d2h"), "memory to memory, for there is no GPU")
@@ -144,7 +155,7 @@ def profile_of(speeds: Speeds) -> Profile:
     sources |= {field: f"{by}, {what}" for field, what in zip(fields, said)}
     sources |= {f"{name} at {r.num_bytes} bytes": f"{by}, {how[name]}" for name in CURVES for r in rates[name]}
     return Profile(THIS_MACHINE, *names, **dict(zip(fields, map(_round, numbers))), cpu=cpu, sources=sources,
-                   **{name: _curve(rates[name]) for name in CURVES})  # fmt: skip
+                   unified_memory=gpu is None, **{name: _curve(rates[name]) for name in CURVES})  # fmt: skip
 
 
 def _curve(rates: tuple[Rate, ...]) -> Curve:
@@ -153,6 +164,10 @@ def _curve(rates: tuple[Rate, ...]) -> Curve:
 
 def _round(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def _load_words(load: Load) -> str:
+    return f"load {load.average:.1f} on {load.cores} cores"
 
 
 def _part_line(part: Part) -> str:

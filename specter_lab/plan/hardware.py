@@ -13,6 +13,7 @@ measurement) or assumed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tomllib
 from bisect import bisect_right
@@ -30,7 +31,7 @@ THIS_MACHINE = "this-machine"
 KINDS = ("data sheet", "measured", "scaled", "assumed")  # how the source of a number begins
 
 NUMBERS = ("memory_gb", "memory_bandwidth_gb_s", "bf16_tflop_s", "launch_us")
-CPU_NUMBERS = ("memory_bandwidth_gb_s", "bf16_tflop_s", "fp32_tflop_s")
+CPU_NUMBERS = ("memory_gb", "memory_bandwidth_gb_s", "bf16_tflop_s", "fp32_tflop_s")
 CURVES = ("h2d", "d2h", "disk_read")
 
 
@@ -64,6 +65,7 @@ class Cpu:
 
     name: str
     cores: int
+    memory_gb: float  # the host's; the same as the GPU's where they share one
     memory_bandwidth_gb_s: float  # reading
     bf16_tflop_s: float
     fp32_tflop_s: float
@@ -89,6 +91,11 @@ class Profile:
     cpu: Cpu
     sources: Mapping[str, str]  # "memory_gb", "cpu.bf16_tflop_s", "h2d at 262144 bytes", ... -> where it comes from
     measured: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
+    unified_memory: bool = False  # GPU and host share one memory
+
+    def host_bytes_beside(self, gpu_bytes: int) -> float:
+        """Host memory, less `gpu_bytes` where the GPU's lie in it too."""
+        return self.cpu.memory_gb * 1e9 - (gpu_bytes if self.unified_memory else 0)
 
     def h2d_ms(self, num_bytes: float) -> float:
         """Time of one host-to-device copy of pinned memory."""
@@ -139,11 +146,11 @@ def _read(path: Path, _mtime_ns: int) -> Profile:
     sources: dict[str, str] = {}
     curves = {name: fields.curve(name, sources) for name in CURVES}
     return Profile(
-        name=path.stem, gpu=fields.get("gpu"), link=fields.get("link"), **curves,
+        name=path.stem, gpu=fields.text("gpu"), link=fields.text("link"), **curves,
         **{name: fields.number(name, sources) for name in NUMBERS},
-        cpu=Cpu(fields.get("cpu.name"), fields.get("cpu.cores"),
+        cpu=Cpu(fields.text("cpu.name"), fields.whole(fields.get("cpu.cores"), "cpu.cores"),
                 **{name: fields.number(f"cpu.{name}", sources) for name in CPU_NUMBERS}),
-        sources=sources, measured=fields.measured(),
+        sources=sources, measured=fields.measured(), unified_memory=fields.flag("unified_memory"),
     )  # fmt: skip
 
 
@@ -164,39 +171,71 @@ class _Fields:
         return value
 
     def number(self, name: str, sources: dict[str, str]) -> float:
-        sources[name] = self.get(f"{name}.source")
+        sources[name] = self.text(f"{name}.source")
         return self.positive(self.get(f"{name}.value"), name)
 
-    def curve(self, name: str, sources: dict[str, str]) -> Curve:
-        points = self.get(name)
-        if not isinstance(points, list) or not points:
-            raise self.lacks(name)
-        for point in points:
-            for key in ("bytes", "gb_s", "source"):
-                if key not in point:
-                    raise self.lacks(f"{name}.{key}")
-        points = sorted(points, key=lambda point: point["bytes"])
-        sources |= {f"{name} at {point['bytes']} bytes": point["source"] for point in points}
-        sizes = tuple(self.positive(point["bytes"], f"{name}.bytes") for point in points)
-        if len(set(sizes)) < len(sizes):
-            raise UserError(f"hardware profile {self.file} has two points of '{name}' at one size: keep one of them")
-        return Curve(sizes, tuple(self.positive(point["gb_s"], f"{name}.gb_s") for point in points))
+    def text(self, name: str) -> str:
+        return self.written(self.get(name), name)
 
-    def measured(self) -> dict[tuple[str, str, int], float]:
-        rows = self.tables.get("measured", [])
-        for row in rows:
-            for key in ("operation", "model", "tokens", "ms"):
-                if key not in row:
-                    raise self.lacks(f"measured.{key}")
-        return {(r["operation"], r["model"], r["tokens"]): self.positive(r["ms"], "measured.ms") for r in rows}
-
-    def positive(self, value, name: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise UserError(f"hardware profile {self.file}: '{name}' is {value!r}, give it a number above zero")
+    def flag(self, name: str) -> bool:
+        """False where it is not there."""
+        if not isinstance(value := self.tables.get(name, False), bool):
+            raise self.wrong(value, name, "true or false")
         return value
 
+    def rows(self, name: str, *keys: str) -> list[dict]:
+        """The tables `[[name]]`, all of which have these keys."""
+        rows = self.get(name)
+        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+            raise self.lacks(name)
+        for row in rows:
+            for key in keys:
+                if key not in row:
+                    raise self.lacks(f"{name}.{key}")
+        return rows
+
+    def curve(self, name: str, sources: dict[str, str]) -> Curve:
+        points = {}
+        for row in self.rows(name, "bytes", "gb_s", "source"):
+            size = self.whole(row["bytes"], f"{name}.bytes")
+            if size in points:
+                raise UserError(
+                    f"hardware profile {self.file} has two points of '{name}' at one size: keep one of them"
+                )
+            points[size] = self.positive(row["gb_s"], f"{name}.gb_s")
+            sources[f"{name} at {size} bytes"] = self.written(row["source"], f"{name}.source")
+        return Curve(*zip(*sorted(points.items())))
+
+    def measured(self) -> dict[tuple[str, str, int], float]:
+        rows = self.rows("measured", "operation", "model", "tokens", "ms") if "measured" in self.tables else []
+        return {
+            (self.written(row["operation"], "measured.operation"), self.written(row["model"], "measured.model"),
+             self.whole(row["tokens"], "measured.tokens")): self.positive(row["ms"], "measured.ms")
+            for row in rows
+        }  # fmt: skip
+
+    def positive(self, value, name: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self.wrong(value, name, "a number above zero")
+        return value
+
+    def whole(self, value, name: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.wrong(value, name, "a whole number above zero")
+        return value
+
+    def written(self, value, name: str) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise self.wrong(value, name, "a text that says what it is")
+        return value
+
+    def wrong(self, value, name: str, wanted: str) -> UserError:
+        return UserError(f"hardware profile {self.file}: '{name}' is {value!r}, give it {wanted}")
+
     def lacks(self, name: str) -> UserError:
-        return UserError(f"hardware profile {self.file} lacks '{name}': {PAPERS_GPU}.toml shows all fields")
+        mine = self.file == f"{THIS_MACHINE}.toml"
+        way_out = "run `specter-lab doctor` again" if mine else f"{PAPERS_GPU}.toml shows all fields"
+        return UserError(f"hardware profile {self.file} lacks '{name}': {way_out}")
 
 
 def _toml_lines(profile: Profile) -> Iterator[str]:
@@ -208,6 +247,8 @@ def _toml_lines(profile: Profile) -> Iterator[str]:
 
     yield f"gpu = {text(profile.gpu)}"
     yield f"link = {text(profile.link)}"
+    if profile.unified_memory:
+        yield "unified_memory = true"
     for name in NUMBERS:
         yield from number(name, getattr(profile, name))
     yield from ("", "[cpu]", f"name = {text(profile.cpu.name)}", f"cores = {profile.cpu.cores}")

@@ -6,7 +6,11 @@ copied, and the next boundary is set so that drafting until then takes about as 
 
     Cold Start          up to the first boundary at max(1, floor(0.2 K)) drafted tokens: too little is known to plan
     Prefetch Overlap    plan, copy, next = now + max(1, ceil(bytes / bandwidth / step time)), both running estimates
-    Final Cleanup       one last plan when every layer has M predictions or the next boundary lies beyond K
+    Final Cleanup       from when every layer has M predictions, or the next boundary lies beyond K: no more boundaries, and
+                        one last plan when the draft has ended, before the barrier
+
+The paper names three phases and says when the third begins; that its plan is made at the draft's end, of all K tokens, is our
+reading (`policies/specter.py`). `policies/specter_early.py` has the other one.
 """
 
 from __future__ import annotations

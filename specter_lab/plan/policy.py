@@ -39,7 +39,7 @@ class Scene:
     slots_per_layer: int  # the budget: this many expert slots in every MoE layer, or as many in all
     depth: int  # K*
     history: Workload | None = None  # other requests, to learn from
-    future: Workload | None = None  # the requests to come: for the bounds only
+    future: Workload | None = None  # the requests to come: for policies that say they know the future
 
     @property
     def layers(self) -> int:
@@ -62,7 +62,7 @@ class Clock:
 
     now_ms: float
     link_free_ms: float  # when the copies asked for so far will have ended
-    copy_ms: float  # one expert
+    copy_ms: float  # one expert; from disk, where that is slower than the link
 
 
 class Prefetcher:
@@ -96,7 +96,7 @@ class Prefetcher:
         return NOTHING_AHEAD
 
     def foresee(self, needs: Needs) -> None:
-        """What the round that begins will need at its end; only a bound may listen."""
+        """What the round that begins will need at its end; only a policy that says it knows the future may listen."""
 
     def observe_step(self, ms: float) -> None:
         """A draft step took `ms`."""
@@ -111,12 +111,12 @@ class Scores:
     def update(self, requests: Sequence[int], needs: Needs) -> np.ndarray | None:
         """Before a target pass of these requests: scores [L, E], or None to leave them.
 
-        `needs` of this pass may only be looked at by bounds; by others once the next pass begins.
+        `needs` of this pass may only be looked at by a policy that says it knows the future; by others once the next begins.
         """
         return None
 
     def foresee(self, requests: Sequence[int], new_tokens: int, batch: int) -> None:
-        """All that will be decoded, in order, before the first pass; only a bound may listen."""
+        """All that will be decoded, in order, before the first pass; only a policy that says it knows the future may listen."""
 
 
 def equal_slots(scene: Scene) -> np.ndarray:
@@ -130,11 +130,15 @@ def slots_without_draft(scene: Scene) -> np.ndarray:
 
 
 def separate_slots(scene: Scene) -> np.ndarray:
-    """Equal, after a draft that shares nothing has taken its own copy of all other weights; at least one slot: [L]."""
+    """Equal, after a draft that shares nothing has taken its own copy of all other weights: [L].
+
+    At least one where there is one to begin with, for the paper runs such a draft at its low budgets too.
+    """
     model = scene.costs.model
     own_bytes = (model.shared_experts + model.other_parameters) * BF16_BYTES
     taken = math.ceil(own_bytes / (model.moe_layers * model.expert_bytes))
-    return np.full(scene.layers, max(1, min(scene.slots_per_layer, scene.num_experts) - taken))
+    equal = min(scene.slots_per_layer, scene.num_experts)
+    return np.full(scene.layers, max(min(1, equal), equal - taken))
 
 
 def no_prefetch(scene: Scene) -> Prefetcher:

@@ -6,9 +6,16 @@ A slot holds one expert from the moment its copy is asked for; `ready_ms` is whe
 known). A pinned expert (in use, or planned for the coming verification) is never evicted. Host copies are immutable, so
 nothing is ever written back.
 
-Victims come from the head of one linked list per layer, O(1) per decision. What differs between policies is where an expert
-is linked: LRU at the tail when it is used, FIFO at the tail when it comes, LFU and SCORED by a score (uses so far, or
-whatever the policy says). A pinned expert that reaches the head is set aside once, and goes back to the head (or where its score belongs) when released.
+Victims come from the head of one linked list per layer. What differs between policies is where an expert is linked: LRU at the
+tail when it is used, FIFO at the tail when it comes, LFU and SCORED by a score (uses so far, or whatever the policy says). A
+pinned expert that reaches the head is set aside once, and goes back to the head (or where its score belongs) when released.
+
+What it costs, with S slots in the layer:
+
+    choosing a victim       O(1) in every order, beside one step for each pinned expert that is set aside on the way
+    linking, LRU and FIFO   O(1): at the tail
+    linking, LFU, SCORED    O(S) at worst: a walk from the tail (`use`, `reserve`), or from the head (`release`), to the score's place
+    rescore                 O(S) when scores change little, O(S^2) at worst: an insertion sort
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 In every layer attention and router come first; then the experts that are there compute while those that are not are copied,
 each computing when it arrives. Experts in use are never evicted: when every slot is taken by this layer, the next
 copy waits for the first expert that is done (Specter, sections PIO and SEE).
+
+Who loads a miss decides when its copy may begin. Residents are found by a table on the GPU, so hits never wait for the host;
+but a copy is the host's to begin, and it knows of a miss only when the layer's routing has reached it: one small copy on the
+D2H stream. Kernels that read through, or fall back on the draft's weights, do without. An expert that the host's memory does
+not hold is read from disk first, and crosses the link when it has been read.
 """
 
 from __future__ import annotations
@@ -18,12 +23,16 @@ from specter_lab.plan.streams import (
     COMPUTE,
     CPU,
     CPU_EXPERT,
+    D2H,
+    DISK,
+    DISK_READ,
     EXPERT,
     H2D,
     MISS,
     NOBODY,
     PREFETCH,
     RESIDENT,
+    ROUTING,
     ZERO_COPY,
     Streams,
     run,
@@ -35,7 +44,7 @@ CPU_IF_SOONER = 1  # computed by the host's cores when that ends before a copy w
 READ_THROUGH = 2  # read from host memory by the kernel itself; takes no slot
 DRAFT_WEIGHTS = 3  # computed with the draft's INT4 weights: changes the output
 CPU_IF_SHORTER = 4  # computed by the host's cores when that takes less than a copy, whatever is queued
-MISS_NAMES = ("load", "CPU if sooner", "read through", "draft's weights", "CPU if shorter")
+BY_HOST = (LOAD, CPU_IF_SOONER, CPU_IF_SHORTER)  # the host acts on a miss, so it has to be told of it
 
 # Rows of `counts`.
 NEEDED, NEEDED_READY, NEEDED_IN_FLIGHT = 0, 1, 2  # distinct experts per layer and pass
@@ -52,6 +61,14 @@ WEIGHT, WEIGHT_DROPPED, WEIGHT_IN_DRAFT_PRECISION = range(3)
 AHEAD_COPIES = 2  # copies on their way at once: enough to keep the link busy, few enough not to delay the next miss
 
 
+class Disk(NamedTuple):
+    """The experts of every layer that host memory does not hold: those from number `first` on."""
+
+    first: int
+    read_ms: float  # one of them, to host memory
+    pace_ms: float  # the mean over all experts of a layer
+
+
 class PassCosts(NamedTuple):
     """Times in ms for a pass of a certain number of tokens."""
 
@@ -63,6 +80,8 @@ class PassCosts(NamedTuple):
     read_through_ms: float  # one expert, read from host memory by a kernel
     cpu_read_ms: float  # one expert from host memory to the host's cores
     cpu_flop_ms: float  # one token through one expert there
+    routing_ms: float  # a layer's routing, GPU to host
+    disk: Disk
 
 
 class Needs(NamedTuple):
@@ -107,9 +126,16 @@ def experts_ms(costs: PassCosts, experts: int, uses: int) -> float:
 
 
 @compiled
+def in_host_memory(streams: Streams, disk: Disk, asked: float, layer: int, expert: int) -> float:
+    """The event from which an expert can be copied: `asked` where host memory holds it, else the end of its read."""
+    return run(streams, DISK, disk.read_ms, asked, DISK_READ, layer, expert) if expert >= disk.first else asked
+
+
+@compiled
 def prefetch(
-    slots: Slots, streams: Streams, meter: Meter, copy_ms: float, asked: float, layers: np.ndarray, experts: np.ndarray
-) -> int:
+    slots: Slots, streams: Streams, meter: Meter, copy_ms: float, disk: Disk, asked: float, layers: np.ndarray,
+    experts: np.ndarray,
+) -> int:  # fmt: skip
     """Begin copies of (layer, expert) pairs that are absent, in order, `asked` for then; returns how many were begun.
 
     One for which every slot of its layer is pinned is left out and counted.
@@ -121,7 +147,8 @@ def prefetch(
         if slot == NONE:
             meter.counts[PREFETCH_REFUSED] += 1
             continue
-        slots.ready_ms[layer, slot] = run(streams, H2D, copy_ms, asked, PREFETCH, layer, expert)
+        there = in_host_memory(streams, disk, asked, layer, expert)
+        slots.ready_ms[layer, slot] = run(streams, H2D, copy_ms, there, PREFETCH, layer, expert)
         meter.fetched[layer, expert] = True
         begun += 1
     meter.counts[PREFETCHED] += begun
@@ -131,18 +158,19 @@ def prefetch(
 
 @compiled
 def serve(
-    slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, needs: Needs, ahead: Ahead, miss: int, first: int, last: int,
-    counted: bool,
+    slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, needs: Needs, ahead: Ahead, miss: int, told: bool, first: int,
+    last: int, counted: bool,
 ) -> float:  # fmt: skip
-    """Layers `first` .. `last` - 1 of a target pass; returns the event of its end."""
+    """Layers `first` .. `last` - 1 of a target pass; returns the event of its end. `told`: the host learns every routing."""
     row = 0
     for layer in range(first, last):
         now = run(streams, COMPUTE, costs.layer_ms, 0.0, ATTENTION, layer, NOBODY)
         if counted:
             _count(slots, meter, needs, layer, now)
-        _experts(slots, streams, meter, costs, needs, miss, layer, now)
+        host_ms = run(streams, D2H, costs.routing_ms, now, ROUTING, layer, NOBODY) if told else now
+        _experts(slots, streams, meter, costs, needs, miss, layer, now, host_ms)
         if row < len(ahead.known):
-            row = _copy_ahead(slots, streams, meter, costs, ahead, row, layer, now)
+            row = _copy_ahead(slots, streams, meter, costs, ahead, row, layer, host_ms)
     return streams.free_ms[COMPUTE]
 
 
@@ -151,15 +179,15 @@ def _copy_ahead(
     slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, ahead: Ahead, row: int, layer: int, now: float
 ) -> int:
     """Begin what is wanted of later layers, behind the misses of `layer`; returns the first row that has to wait."""
+    pace_ms = max(costs.copy_ms, costs.disk.pace_ms)
     while row < len(ahead.known) and ahead.known[row] <= layer:
         if ahead.layers[row] > layer:
             slot = slots.slot_of[ahead.layers[row], ahead.experts[row]]
             if slot == ABSENT:
-                if streams.free_ms[H2D] - now > (AHEAD_COPIES - 1) * costs.copy_ms:
+                if streams.free_ms[H2D] - now > (AHEAD_COPIES - 1) * pace_ms:
                     break
-                prefetch(
-                    slots, streams, meter, costs.copy_ms, now, ahead.layers[row : row + 1], ahead.experts[row : row + 1]
-                )
+                one = slice(row, row + 1)
+                prefetch(slots, streams, meter, costs.copy_ms, costs.disk, now, ahead.layers[one], ahead.experts[one])
             slots.pinned[ahead.layers[row], ahead.experts[row]] = True
         row += 1
     return row
@@ -167,8 +195,10 @@ def _copy_ahead(
 
 @compiled
 def _experts(
-    slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, needs: Needs, miss: int, layer: int, now: float
-) -> None:
+    slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, needs: Needs, miss: int, layer: int, now: float,
+    host_ms: float,
+) -> None:  # fmt: skip
+    """One layer's experts: its routing is known on the GPU at `now`, to the host at `host_ms`."""
     release_all(slots, layer)  # what was planned for this layer has come, or is not needed
     rows = range(needs.first[layer], needs.first[layer + 1])
     in_use = np.empty(len(rows), np.int64)  # residents of this pass in the order they are done with
@@ -214,11 +244,12 @@ def _experts(
         kind = miss
         if miss == CPU_IF_SOONER or miss == CPU_IF_SHORTER:
             cpu_ms = max(costs.cpu_read_ms, uses * costs.cpu_flop_ms)
-            sooner = max(streams.free_ms[CPU], now) + cpu_ms < max(streams.free_ms[H2D], now) + costs.copy_ms
+            there = max(streams.free_ms[DISK], host_ms) + costs.disk.read_ms if expert >= costs.disk.first else host_ms
+            sooner = max(streams.free_ms[CPU], there) + cpu_ms < max(streams.free_ms[H2D], there) + costs.copy_ms
             better = sooner if miss == CPU_IF_SOONER else cpu_ms < costs.copy_ms
             kind = CPU_IF_SOONER if better else LOAD
         if kind == LOAD:
-            slot, after = reserve(slots, layer, expert), now
+            slot, after = reserve(slots, layer, expert), host_ms
             while slot == NONE:  # every slot is in use here: the first expert that is done gives up its own
                 release(slots, layer, in_use[gone])
                 after = max(after, done_ms[gone])
@@ -226,7 +257,8 @@ def _experts(
                 slot = reserve(slots, layer, expert)
             use(slots, layer, expert)
             meter.counts[COPIES] += 1
-            arrival = run(streams, H2D, costs.copy_ms, after, MISS, layer, expert)
+            there = in_host_memory(streams, costs.disk, host_ms, layer, expert)
+            arrival = run(streams, H2D, costs.copy_ms, max(after, there), MISS, layer, expert)
             slots.ready_ms[layer, slot] = arrival
             slots.pinned[layer, expert] = True
             in_use[count] = expert
@@ -234,11 +266,14 @@ def _experts(
             count += 1
         elif kind == READ_THROUGH:
             meter.counts[READ_THROUGH_MISSES] += 1
-            arrival = run(streams, H2D, costs.read_through_ms, now, ZERO_COPY, layer, expert)
+            asked = host_ms if expert >= costs.disk.first else now  # a kernel reads host memory by itself, but no disk
+            there = in_host_memory(streams, costs.disk, asked, layer, expert)
+            arrival = run(streams, H2D, costs.read_through_ms, there, ZERO_COPY, layer, expert)
             _compute(streams, meter, costs, arrival, uses, layer, expert)
         elif kind == CPU_IF_SOONER:
             meter.counts[CPU_MISSES] += 1
-            cpu_end = run(streams, CPU, cpu_ms, now, CPU_EXPERT, layer, expert)
+            there = in_host_memory(streams, costs.disk, host_ms, layer, expert)
+            cpu_end = run(streams, CPU, cpu_ms, there, CPU_EXPERT, layer, expert)
         else:
             meter.counts[DRAFT_WEIGHT_MISSES] += 1
             meter.weights[WEIGHT_IN_DRAFT_PRECISION] += needs.weights[row]

@@ -3,7 +3,12 @@
 One round, on the streams of `plan.streams`:
 
     compute   draft draft draft draft | layer 0: attention, hits .. misses | layer 1: ...       -> commit
-    h2d             [plan: copies ...       copies] [layer 0's misses]       [layer 1's misses]
+    d2h            r     r     r     r                    r                             r
+    h2d              [plan: copies ...       copies]       [layer 0's misses]            [layer 1's misses]
+
+r is routing on its way to the host, which plans and loads: of every drafted token, and of every layer where the host has to act
+on misses. The CPU computes experts under some policies. The disk is read before the copy of an expert for which host memory has
+no room (`StepCosts.placed`).
 
 Everything decided on the way (what to copy, whom to evict, how deep to draft) is decided by the functions in `plan/` that
 an engine calls as well. All times are simulated.
@@ -12,18 +17,32 @@ an engine calls as well. All times are simulated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from specter_lab.errors import UserError
 from specter_lab.plan import serve as counted
+from specter_lab.plan.budget import gpu_bytes
 from specter_lab.plan.hits import Hits
 from specter_lab.plan.policy import Clock, Loads, Policy, Prefetcher, Scene, Scores
 from specter_lab.plan.residency import Slots, new_slots, rescore
-from specter_lab.plan.serve import LOAD, NOTHING_AHEAD, Meter, Needs, new_meter, prefetch, serve
-from specter_lab.plan.streams import COMPUTE, DENSE, DRAFT, H2D, NOBODY, Span, Streams, new_streams, run, spans
+from specter_lab.plan.serve import BY_HOST, LOAD, NOTHING_AHEAD, Ahead, Meter, Needs, new_meter, prefetch, serve
+from specter_lab.plan.streams import (
+    COMPUTE,
+    D2H,
+    DENSE,
+    DRAFT,
+    H2D,
+    NOBODY,
+    ROUTING,
+    Span,
+    Streams,
+    new_streams,
+    run,
+    spans,
+)
 from specter_lab.plan.workload import Round, Workload
 
 LOG_ROWS = 1 << 20  # of recorded work; later work is left out
@@ -65,9 +84,13 @@ class Simulation:
 
     @property
     def hidden_share(self) -> float:
-        """Share of the copies' time during which compute did not wait for them; NaN without copies."""
+        """Share of the copies' time during which compute did not wait for them; NaN without copies.
+
+        Waiting begins when a layer's routing is known on the GPU, so what the host, a disk or the CPU take longer counts as well;
+        0 where all of that is more than the copies' time.
+        """
         h2d_ms = self.rounds.h2d_ms.sum()
-        return 1 - float(self.rounds.stall_ms.sum() / h2d_ms) if h2d_ms else float("nan")
+        return max(0.0, 1 - float(self.rounds.stall_ms.sum() / h2d_ms)) if h2d_ms else float("nan")
 
     def tpot_ms(self, new_tokens: int) -> dict[str, float]:
         """TPOT by definition, mean over requests; see `plan.depth` for "paper", "steady" and "decode"."""
@@ -101,14 +124,14 @@ class _Run:
 
     def clock(self, now_ms: float | None = None) -> Clock:
         free = self.streams.free_ms
-        return Clock(float(free[COMPUTE] if now_ms is None else now_ms), float(free[H2D]), self.scene.costs.copy_ms)
+        return Clock(float(free[COMPUTE] if now_ms is None else now_ms), float(free[H2D]), self.scene.costs.pace_ms)
 
     def ask(self, loads: Loads, clock: Clock) -> None:
         """Begin the copies that the prefetcher wanted when it was asked."""
         if len(loads[0]):
             costs = self.scene.costs
-            begun = prefetch(self.slots, self.streams, self.meter, costs.copy_ms, clock.now_ms, *loads)
-            self.prefetcher.observe_copy(begun * costs.expert_bytes, begun * costs.copy_ms)
+            begun = prefetch(self.slots, self.streams, self.meter, costs.copy_ms, costs.disk, clock.now_ms, *loads)
+            self.prefetcher.observe_copy(begun * costs.expert_bytes, begun * costs.pace_ms)
 
     def copies(self) -> int:
         """Experts that have crossed the link, or were read over it."""
@@ -134,6 +157,10 @@ def simulate(
 ) -> Simulation:
     """Decode `new_tokens` tokens of every request, `batch` at a time; slots stay filled from one to the next.
 
+    Slots may be fewer than the experts of one window, or of one token: then the experts of a layer take turns in them, each miss
+    waiting until one in use has been computed, and plans pin no more than there are slots. Only a layer without any slot
+    is refused.
+
     Args:
         workload: windows of the policy's draft (`policy.draft`), stretched to the model of `scene`.
         new_tokens: tokens per request, at most the recorded positions.
@@ -142,15 +169,12 @@ def simulate(
         record: keep the spans of all streams.
 
     Raises:
-        UserError: a layer has no slot, windows of another kind of draft, or more tokens or depth than were recorded.
+        UserError: a layer has no slot, windows of another model or kind of draft, more tokens or depth than were recorded or
+            less than none, a batch without requests, or requests that there are not.
     """
-    if new_tokens > workload.windows.positions:
-        raise UserError(f"{new_tokens} new tokens were asked for, the windows hold {workload.windows.positions}")
-    if policy.draft is not None and scene.costs.model.top_k > 1 and workload.fewer != (policy.draft == "fewer"):
-        raise UserError(f"policy '{policy.id}' drafts with {policy.draft!r}, the windows' draft used "
-                        f"{workload.windows.draft.shape[-1]} of {scene.costs.model.top_k} experts: record them with that draft")  # fmt: skip
-    state = _begin(policy, scene, record)
     everyone = list(range(workload.requests)) if requests is None else list(requests)
+    _check(workload, policy, scene, new_tokens, batch, everyone)
+    state = _begin(policy, scene, batch, record)
     if state.scores is not None:
         state.scores.foresee(everyone, new_tokens, batch)
     commits: dict[int, list[tuple[float, int]]] = {request: [] for request in everyone}
@@ -177,11 +201,34 @@ def simulate(
     return Simulation(policy.id, RoundTimes(*columns), commits, began, ttft, state.hits(), spans(state.streams))
 
 
-def _begin(policy: Policy, scene: Scene, record: bool) -> _Run:
+def _check(
+    workload: Workload, policy: Policy, scene: Scene, new_tokens: int, batch: int, requests: Sequence[int]
+) -> None:
+    """Refuse what cannot be simulated. Depths, which a controller may give, are checked round by round (`Workload.round`)."""
+    windows, model = workload.windows, scene.costs.model
+    ours, theirs = (workload.layers, workload.num_experts), (model.moe_layers, model.num_experts)
+    if ours != theirs:
+        raise UserError(f"the workload has {ours[0]} MoE layers of {ours[1]} experts, {model.name} has {theirs[0]} of {theirs[1]}: "
+                        f"make it with `workload_for` that model")  # fmt: skip
+    if not 1 <= new_tokens <= windows.positions:
+        raise UserError(f"{new_tokens} new tokens were asked for, the windows hold {windows.positions}: give 1 to {windows.positions}")  # fmt: skip
+    if batch < 1:
+        raise UserError(f"a batch of {batch} requests decodes nothing: give 1 or more")
+    if not requests or not all(0 <= request < workload.requests for request in requests):
+        raise UserError(f"requests {list(requests)} were asked for: name some of 0 to {workload.requests - 1}, those in the windows")  # fmt: skip
+    if len(set(requests)) < len(requests):
+        raise UserError(f"requests {list(requests)} name one twice: a request is decoded once, leave the other out")
+    if policy.draft is not None and model.top_k > 1 and workload.fewer != (policy.draft == "fewer"):
+        raise UserError(f"policy '{policy.id}' drafts with {policy.draft!r}, the windows' draft used "
+                        f"{windows.draft.shape[-1]} of {model.top_k} experts: record them with that draft")  # fmt: skip
+
+
+def _begin(policy: Policy, scene: Scene, batch: int, record: bool) -> _Run:
     count = policy.slots(scene)
     if count.min() < 1:
         raise UserError(f"a budget of {scene.slots_per_layer} slots per layer leaves layer {int(count.argmin())} none: "
                         f"an expert has to be somewhere while it computes, so every layer needs 1")  # fmt: skip
+    scene = replace(scene, costs=scene.costs.placed(gpu_bytes(policy, scene, count, batch)))
     slots = new_slots(count, scene.num_experts, policy.order)
     meter, other = new_meter(*slots.slot_of.shape), new_meter(*slots.slot_of.shape)
     draft_meter = other._replace(stall_ms=meter.stall_ms, fetched=meter.fetched)
@@ -208,11 +255,13 @@ def _round(state: _Run, active: Sequence[int], now: Round) -> tuple[float, ...]:
     prefetcher.foresee(now.needs)
     clock = state.clock()
     state.ask(prefetcher.begin(state.slots, now.depth, clock), clock)
+    known_ms = start
     for step in range(now.depth):
         prefetcher.observe_step(_draft_step(state, now, step))
-        clock = state.clock()
+        known_ms = _tell_routing(state, now.drafted[step])
+        clock = state.clock(known_ms)
         state.ask(prefetcher.drafted(step + 1, now.drafted[step], now.drafted_weights[step], clock), clock)
-    clock = state.clock()
+    clock = state.clock(known_ms)
     state.ask(prefetcher.finish(clock), clock)
     state.draft_uses += now.drafted.size
     drafted = streams.free_ms[COMPUTE]
@@ -221,6 +270,15 @@ def _round(state: _Run, active: Sequence[int], now: Round) -> tuple[float, ...]:
     moved_bytes = (state.copies() - copies) * costs.expert_bytes
     stall_ms, h2d_ms = meter.stall_ms[0] - stall_ms, streams.busy_ms[H2D] - h2d_ms
     return start, drafted, end, now.depth, tokens, stall_ms, h2d_ms, moved_bytes
+
+
+def _tell_routing(state: _Run, drafted: np.ndarray) -> float:
+    """The event at which the host knows what a drafted token [B, L, k] uses; nobody is told where nobody asks."""
+    ended_ms = state.streams.free_ms[COMPUTE]
+    if type(state.prefetcher).drafted is Prefetcher.drafted:
+        return ended_ms
+    routing_ms = state.scene.costs.routing_ms(*drafted.shape[:2])
+    return run(state.streams, D2H, routing_ms, ended_ms, ROUTING, NOBODY, NOBODY)
 
 
 def _draft_step(state: _Run, now: Round, step: int) -> float:
@@ -232,7 +290,7 @@ def _draft_step(state: _Run, now: Round, step: int) -> float:
     start, model, of_pass = streams.free_ms[COMPUTE], costs.model, costs.of_pass(len(now.accepted))
     run(streams, COMPUTE, (model.layers - model.moe_layers) * of_pass.layer_ms, 0.0, DENSE, NOBODY, NOBODY)
     needs, layers = now.draft_needs[step], model.moe_layers
-    serve(state.slots, streams, state.draft_meter, of_pass, needs, NOTHING_AHEAD, LOAD, 0, layers, True)
+    serve(state.slots, streams, state.draft_meter, of_pass, needs, NOTHING_AHEAD, LOAD, True, 0, layers, True)
     return streams.free_ms[COMPUTE] - start
 
 
@@ -249,15 +307,20 @@ def _target_pass(state: _Run, active: Sequence[int], needs: Needs, counted_pass:
         state.meter.stall_ms[0] += max(0.0, streams.free_ms[H2D] - streams.free_ms[COMPUTE])
         streams.free_ms[COMPUTE] = max(streams.free_ms[COMPUTE], streams.free_ms[H2D])
     run(streams, COMPUTE, (model.layers - model.moe_layers) * costs.layer_ms, 0.0, DENSE, NOBODY, NOBODY)
-    arguments = (state.slots, streams, state.meter, costs, needs, state.prefetcher.ahead(needs), policy.miss)
-    if type(state.prefetcher).verifying is Prefetcher.verifying:
+    ahead, asks = state.prefetcher.ahead(needs), type(state.prefetcher).verifying is not Prefetcher.verifying
+    told = asks or policy.miss in BY_HOST or costs.disk.read_ms > 0 or _waits_for_routing(ahead)
+    arguments = (state.slots, streams, state.meter, costs, needs, ahead, policy.miss, told)
+    if not asks:
         return serve(*arguments, 0, model.moe_layers, counted_pass)
     for layer in range(model.moe_layers):
-        routed_ms = streams.free_ms[COMPUTE] + costs.layer_ms
         serve(*arguments, layer, layer + 1, counted_pass)
-        clock = state.clock(routed_ms)
+        clock = state.clock(streams.free_ms[D2H])  # the host has just learnt this layer's routing
         state.ask(state.prefetcher.verifying(layer, needs.token_experts[layer], clock), clock)
     return streams.free_ms[COMPUTE]
+
+
+def _waits_for_routing(ahead: Ahead) -> bool:
+    return len(ahead.known) > 0 and bool(ahead.known[-1] >= 0)
 
 
 def _heaviest(needs: Needs, limit: int, meter: Meter) -> Needs:

@@ -3,21 +3,27 @@
 The assumptions are those of `plan.cost`, layer by layer instead of pass by pass: a kernel takes max(bytes / bandwidth,
 FLOPs / peak) or its measured time; a layer takes at least its operators' launch time; a draft step reads shared weights in
 BF16 and top-k experts in INT4; an expert is copied whole.
+
+Routing reaches the host as one small copy per layer of a target pass, and one per drafted token. Where host memory does not
+hold all routed experts, it holds the first ones of every layer, whoever they are, and the others are read from disk each
+time: experts have no order, so this is neither the best nor the worst choice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from specter_lab.models.anatomy import Anatomy
 from specter_lab.plan.cost import OPERATORS_PER_LAYER, draft_step_ms, every_token_ms
 from specter_lab.plan.hardware import Profile
-from specter_lab.plan.serve import PassCosts
+from specter_lab.plan.serve import Disk, PassCosts
 
 EXPERT_OPERATORS = (
     6  # launches per expert and layer when experts are not fused: gather, three products, activation, add
 )
+USE_BYTES = 12  # one token's use of one expert, as the host is told it: 64-bit number, 32-bit weight
+HOST_SYSTEM_BYTES = 4 * 2**30  # assumed: of host memory, what everything but experts takes
 READ_THROUGH = 0.85  # of a large copy's bandwidth: a kernel reading pinned memory (H200: 44-49 of 55 GB/s, measured)
 
 
@@ -29,6 +35,17 @@ class StepCosts:
     profile: Profile
     fused: bool = True  # one launch for all experts of a layer (Specter, section SEE); else EXPERT_OPERATORS for each
     context_tokens: int = 0  # KV entries that every pass reads
+    on_host: int | None = None  # experts of every layer that host memory holds; None: all
+
+    def placed(self, gpu_bytes: int) -> StepCosts:
+        """The same, with as many experts in host memory as it has room for beside its system; the others stay on disk.
+
+        Args:
+            gpu_bytes: held on the GPU; counts where GPU and host share one memory.
+        """
+        room = self.profile.host_bytes_beside(gpu_bytes) - HOST_SYSTEM_BYTES
+        held = int(room // (self.model.moe_layers * self.model.expert_bytes))
+        return replace(self, on_host=min(max(0, held), self.model.num_experts))
 
     @cached_property
     def draft_step_ms(self) -> float:
@@ -40,6 +57,23 @@ class StepCosts:
     def copy_ms(self) -> float:
         """One expert from host to GPU memory."""
         return self.profile.h2d_ms(self.model.expert_bytes)
+
+    @cached_property
+    def disk(self) -> Disk:
+        """What is read from it."""
+        everyone = self.model.num_experts
+        held = everyone if self.on_host is None else self.on_host
+        read_ms = self.profile.disk_read.ms(self.model.expert_bytes) if held < everyone else 0.0
+        return Disk(held, read_ms, read_ms * (1 - held / everyone))
+
+    @property
+    def pace_ms(self) -> float:
+        """From one expert's arrival to the next one's, when many are on their way: the slower of link and disk, on average."""
+        return max(self.copy_ms, self.disk.pace_ms)
+
+    def routing_ms(self, tokens: int, layers: int) -> float:
+        """What `tokens` tokens use in `layers` layers, GPU to host."""
+        return self.profile.d2h.ms(tokens * layers * self.model.top_k * USE_BYTES)
 
     @property
     def expert_bytes(self) -> int:
@@ -65,6 +99,8 @@ class StepCosts:
             read_through_ms=expert_gb / (READ_THROUGH * profile.h2d.gb_s[-1]) * 1e3,
             cpu_read_ms=expert_gb / cpu.memory_bandwidth_gb_s * 1e3,
             cpu_flop_ms=token_tflop / cpu.bf16_tflop_s * 1e3,
+            routing_ms=self.routing_ms(tokens, 1),
+            disk=self.disk,
         )  # fmt: skip
 
     @cached_property

@@ -20,8 +20,10 @@ from specter_lab.plan.compiled import compiled
 STREAM_NAMES = ("compute", "H2D", "D2H", "CPU", "disk")
 COMPUTE, H2D, D2H, CPU, DISK = range(len(STREAM_NAMES))
 WORK_NAMES = ("draft step", "prefetch", "attention", "resident experts", "expert", "miss", "zero-copy", "CPU expert",
-              "dense layers", "accept")  # fmt: skip
-DRAFT, PREFETCH, ATTENTION, RESIDENT, EXPERT, MISS, ZERO_COPY, CPU_EXPERT, DENSE, ACCEPT = range(len(WORK_NAMES))
+              "dense layers", "accept", "routing", "disk read")  # fmt: skip
+DRAFT, PREFETCH, ATTENTION, RESIDENT, EXPERT, MISS, ZERO_COPY, CPU_EXPERT, DENSE, ACCEPT, ROUTING, DISK_READ = range(
+    len(WORK_NAMES)
+)
 NOBODY = -1  # layer or expert of work that belongs to none
 
 

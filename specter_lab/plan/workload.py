@@ -46,6 +46,10 @@ class Workload:
         return self.windows.requests
 
     @property
+    def num_experts(self) -> int:
+        return self.windows.num_experts
+
+    @property
     def fewer(self) -> bool:
         """Whether the draft used fewer experts per token than the target."""
         return self.windows.draft.shape[-1] < self.windows.target.shape[-1]
@@ -58,10 +62,11 @@ class Workload:
         """The round of `depth` of some requests together, each at its own position.
 
         Raises:
-            UserError: a depth that was not recorded.
+            UserError: a depth that was not recorded, or is none.
         """
-        if depth > self.windows.depth:
-            raise UserError(f"depth {depth} was asked for, windows were recorded to depth {self.windows.depth}")
+        most = self.windows.depth
+        if not isinstance(depth, int | np.integer) or not 0 <= depth <= most:
+            raise UserError(f"depth {depth} was asked for, windows were recorded to depth {most}: give 0 to {most}")
         key = (*requests, *positions, depth)
         if key not in self._rounds:
             self._rounds[key] = self._make(np.array(requests), np.array(positions), depth)

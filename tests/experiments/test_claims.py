@@ -3,6 +3,7 @@
 import pytest
 
 from specter_lab.errors import UserError
+from specter_lab.experiments import compare
 from specter_lab.experiments.claims import (
     NOT_REPRODUCED,
     NOT_REPRODUCIBLE,
@@ -17,6 +18,7 @@ from specter_lab.experiments.claims import (
     share_of_pairs_in_order,
 )  # fmt: skip
 from specter_lab.experiments.context import Measured
+from specter_lab.experiments.registry import Experiment
 from specter_lab.paths import CLAIMS
 
 ZOO, PAPER = Setting("cpu"), Setting("paper", gpu="NVIDIA A100-SXM4-40GB")
@@ -63,6 +65,22 @@ def test_threshold_counts_the_interval():
     assert verdict(claim("threshold", at_most=0.15), 0.1, low=0.05, high=0.2) == TREND
 
 
+def test_a_bound_that_holds_is_kept_within():
+    below = claim("threshold", at_most=0.15)
+    assert judge(below, Measured("e/c", 0.1), PAPER).why == "the value is within the bound"
+    assert (
+        judge(below, Measured("e/c", 0.1, low=0.05, high=0.12), PAPER).why == "the whole interval is within the bound"
+    )
+    assert judge(below, Measured("e/c", 0.2), PAPER).why == "the value is outside the bound"
+
+
+def test_a_trend_of_a_large_factor_says_how_little_it_says():
+    large = claim("ratio", value=4.78, tolerance=0.15)
+    near, far = (judge(large, Measured("e/c", value), PAPER) for value in (6.0, 28.3))
+    assert near.verdict == far.verdict == TREND
+    assert near.why.endswith("same side of 1") and far.why.endswith("all that this trend says")
+
+
 def test_shape_is_a_range_with_a_margin():
     shape = claim("shape", at_least=1.0, at_most=1.05, tolerance=0.05)
     assert [verdict(shape, value) for value in (1.03, 1.09, 0.96, 1.2)] == [REPRODUCED, TREND, TREND, NOT_REPRODUCED]
@@ -89,6 +107,28 @@ def test_times_count_on_the_same_class_of_gpu_only():
     assert verdict(tpot, 36.0, PAPER) == REPRODUCED
     on_h200 = judge(tpot, Measured("e/c", 12.0), Setting("paper", gpu="NVIDIA H200"))
     assert (on_h200.verdict, on_h200.ours) == (NOT_RUN, 12.0) and "H200" in on_h200.why
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H200", "NVIDIA A100-SXM4-40GB"])
+def test_a_simulated_time_is_no_measurement_on_any_machine(gpu):
+    tpot = claim("absolute", value=35.3, tolerance=0.15, gpu="A100")
+    found = judge(tpot, Measured("e/c", 47.0, simulated=True, note="steady 48 ms"), Setting("cpu", gpu=gpu))
+    assert found.verdict == NOT_RUN and found.ours == 47.0
+    assert (
+        found.why == "simulated, not measured on an A100; 33.1% from the paper's value, tolerance 15.0%; steady 48 ms"
+    )
+    orin = judge(claim("ratio", value=2.0, tolerance=0.1, gpu="Orin"), Measured("e/c", 3.0, simulated=True), ZOO)
+    assert "an Orin" in orin.why
+
+
+def test_what_belongs_beside_a_value_stands_beside_it_in_the_readme(monkeypatch):
+    ordering = claim("ordering", tolerance=0.2, headline=True)
+    found = judge(ordering, Measured("e/c", 0.8, simulated=True, aside="A < B in 10%"), ZOO)
+    monkeypatch.setattr(compare, "EXPERIMENTS", {"e": Experiment("e", "", "", "", "", {})})
+    monkeypatch.setattr(compare, "claims_of", lambda _: [ordering])
+    monkeypatch.setattr(compare, "_verdicts", lambda *_: {"e/c": found})
+    (ours,) = compare.headline_table()["ours"]
+    assert ours == compare.in_unit(0.8, "x") + " (simulated); A < B in 10%"
 
 
 def test_not_run_and_not_reproducible_say_why():

@@ -52,7 +52,7 @@ def test_reproduce_leaves_a_complete_result(log, notebook, capsys):
     assert sum(started(log).values()) == 4, "the notebook computes no row again"
     assert result.provenance["seed"] == 3 and set(result.provenance["inputs"]) == {"claims"}
     printed = capsys.readouterr().out
-    assert "paper >= 9x / recorded - / yours 9.3x" in printed and "reproduced: the value is beyond" in printed
+    assert "paper >= 9x / recorded - / yours 9.3x" in printed and "reproduced: the value is within the bound" in printed
     results.record("toy-squares", "cpu")
     assert compare.comparison("toy-squares", "cpu").iloc[0]["recorded"] == "9.3x"
 

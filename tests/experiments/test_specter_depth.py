@@ -61,6 +61,8 @@ def test_rows_claims_and_figure(rows):
 
     measured = {m.id.split("/")[1]: m for m in depth.claims(rows)}
     assert measured["acceptance"].value == greedy["accepted_per_checked"].iloc[2]
+    sampled = depth.chosen(rows, depth.DEPTH, 1.0, depth=16)["accepted_per_checked"].iloc[0]
+    assert f"sampled at T = 1, without loops, {sampled:.1%}" in measured["acceptance"].note
     assert measured["expected-accepted@8"].value == pytest.approx(greedy["tokens_per_round"].iloc[1] - 1)
     assert measured["best-depth@qwen"].simulated and measured["best-depth@qwen"].value == best["paper"]
     assert measured["best-depth@phi"].value is None and "no phi model" in measured["best-depth@phi"].note

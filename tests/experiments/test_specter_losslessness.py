@@ -56,6 +56,14 @@ def test_claims():
     assert (sampling.value, sampling.n) == (pytest.approx(0.06), 3000)
 
 
+def test_parity_that_never_fails_has_a_bound_and_no_interval():
+    parity, _ = losslessness.claims(rows_of([512] * 15, p_standard=[0.4], p_wrong=0.0))
+    assert (parity.value, parity.low, parity.high, parity.n) == (1, None, None, 15)
+    assert parity.aside == "0 of 15 texts part: at most 18% of all texts would (95 %, one-sided, exact)"
+    assert losslessness.none_of(1) == pytest.approx(0.95)
+    assert (1 - losslessness.none_of(15)) ** 15 == pytest.approx(0.05)
+
+
 def test_a_test_that_sees_nothing_proves_nothing():
     _, sampling = losslessness.claims(rows_of([512, 512], p_standard=[0.4], p_wrong=0.3))
     assert sampling.value is None and "does not see that 'no residual' is wrong" in sampling.note

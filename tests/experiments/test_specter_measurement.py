@@ -52,6 +52,7 @@ def test_explosion_curves_and_claims():
     found = {m.id.split("/")[1]: m for m in expert_explosion.claims(rows)}
     sampled = expert_explosion.curve(rows, "deepseek-nano", expert_explosion.SAMPLED)["value"]
     assert found["distinct-experts@16"].value == sampled[16]
+    assert found["distinct-experts@1"].value == 6 and found["distinct-experts@1"].low is None  # not a sample
     assert found["growth"].value == pytest.approx(sampled[16] / 6)
     assert len(judge_all("specter-expert-explosion", found.values(), CPU)) == 4
     expert_explosion.plot(rows)
@@ -98,6 +99,14 @@ def test_dense_gains_its_tokens_and_the_moe_less():
     assert (moe["simulated_value"].iloc[1:] < dense["simulated_value"].iloc[1:]).all()
     assert moe["distinct_experts"].is_monotonic_increasing and moe["distinct_experts"].iloc[0] == 4
     assert (moe["resident_experts"] <= np.minimum(moe["distinct_experts"], 15)).all()
+    linear, saturates = dense_vs_moe.claims(rows)
+    of_dense, of_moe = (
+        dense_vs_moe.shapes(rows).loc[where, "simulated_value"]
+        for where in ((dense_vs_moe.STRAIGHTNESS, DENSE), (dense_vs_moe.SLOPES, "qwen-nano"))
+    )
+    assert set(of_moe.index) == {"high", "low"}
+    assert linear.value == of_dense.min() and saturates.value == of_moe.max()  # the worse of both budgets
+    assert f"{of_moe.idxmax()} budget, the worse of the two" in saturates.note
     verdicts = judge_all("specter-dense-vs-moe", dense_vs_moe.claims(rows), CPU)
     assert all(verdict.simulated and verdict.verdict != REPRODUCED for verdict in verdicts)  # never more than a trend
     dense_vs_moe.plot(rows)

@@ -11,12 +11,21 @@ import pytest
 from specter_lab.experiments import registry, results
 from specter_lab.experiments.claims import REPRODUCED, Setting, judge_all
 from specter_lab.experiments.run import run
-from specter_lab.experiments.specter import calibration, calibration_cells, offload, timeline
+from specter_lab.experiments.specter import (
+    batch,
+    calibration,
+    calibration_cells,
+    offload,
+    timeline,
+    timeline_figure,
+    tpot,
+)
 from specter_lab.experiments.specter.calibration_cells import Cell, Fitted, FittedCosts, Setup
 from specter_lab.plan.hardware import read_profile
 from specter_lab.plan.policies import find_policy
 from specter_lab.plan.simulate import simulate
 from specter_lab.plan.step_costs import StepCosts
+from specter_lab.plan.streams import WORK_NAMES
 from tests.experiments import made_up
 
 CPU = Setting("cpu")
@@ -73,7 +82,21 @@ def test_events_in_order_and_out_of_order(round_rows):
 def test_timeline_claim_is_a_trend_at_best(round_rows):
     (verdict,) = judge_all("specter-timeline", timeline.claims(round_rows), CPU)
     assert verdict.ours == 1 and verdict.verdict == "trend" and "fast mode" in verdict.why
-    assert len(timeline.plot(round_rows).axes) == 4
+    figure = timeline.plot(round_rows)
+    assert len(figure.axes) == 4
+    named = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert "draft ends, verification begins, round ends" in named
+
+
+def test_work_and_streams_that_are_new_are_drawn_and_named(round_rows):
+    other = round_rows.iloc[[3]].assign(stream="disk", work="tea break")
+    figure = timeline.plot(pd.concat([round_rows, other]))
+    assert "tea break" in {text.get_text() for text in figure.legends[0].get_texts()}
+    lanes = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert lanes[0] == "disk" and lanes[-2:] == ["H2D", "compute"]
+    assert set(timeline_figure.COLORS) >= set(WORK_NAMES) - {timeline.ACCEPT}
+    colors = timeline_figure.work_colors(pd.concat([round_rows, other]))
+    assert colors["tea break"] not in timeline_figure.COLORS.values() and timeline.ACCEPT not in colors
 
 
 def test_the_trace_has_every_piece_of_work(round_rows):
@@ -148,6 +171,40 @@ def test_the_search_finds_a_known_minimum():
     assert loss(found) < 0.15 and tried < 100
     for name, (low, high) in calibration.LIMITS.items():
         assert low <= getattr(found, name) <= high
+
+
+def test_a_system_is_the_same_in_every_table(monkeypatch):
+    """One name, one number: Transformers at one request in specter-tpot, at many in specter-batch, and as cells here."""
+    monkeypatch.setattr(batch, "BATCHES", (1, 4))
+    traffic, profile = offload.traffic("deepseek-nano", 0), read_profile()
+    where = offload.scene(traffic)
+    as_it_is = Fitted(profile.launch_us, 1.0, 1.0)
+    one, four = (
+        calibration_cells.run_setup(Setup("deepseek", "transformers", batch=size), traffic, profile, as_it_is, 0, None)
+        for size in (1, 4)
+    )
+    (tpot_row, *_) = tpot.layer_offload_rows("deepseek-nano", "high", where, [])
+    assert tpot_row["system"] == "transformers" and tpot_row["simulated_tpot_paper_ms"] == pytest.approx(one, abs=1e-3)
+    plain = batch.batch_row(find_policy("lru"), traffic, where, 4)
+    batch_row = batch.layer_offload_row(where, 4, plain[batch.WORKING_SET], 24 * 10**9)
+    assert batch_row[batch.REQUEST_CLOCK] == pytest.approx(four, rel=1e-3) and four >= one
+
+
+def test_what_pinned_memory_would_change_is_stated(monkeypatch):
+    monkeypatch.setattr(calibration, "LAST_STEP", calibration.FIRST_STEP)  # no fit
+    rows = pd.DataFrame(calibration.measure_all(MODELS, [], 0))
+    transformers = rows["name"].str.contains("transformers") & rows["experiment"].isin(
+        ["specter-tpot", "specter-batch"]
+    )
+    of_cells = rows[transformers & (rows["row"] == calibration.CELL)].set_index(["experiment", "name", "quantity"])
+    pinned = rows[rows["row"] == calibration.IF_PINNED].set_index(["experiment", "name", "quantity"])
+    assert len(pinned) == 5 and set(pinned.index) == set(of_cells.index)
+    faster = pinned["simulated_uncalibrated"] < of_cells.loc[pinned.index, "simulated_uncalibrated"]
+    assert (faster == (pinned.index.get_level_values("quantity") == calibration_cells.TPOT)).all()
+    assert len(calibration.errors(rows, None)) == len(calibration.errors(rows, None, pinned=True)) == 47
+    notes = {m.id.split("/")[1]: m.note for m in calibration.claims(rows)}
+    median = np.median(calibration.errors(rows, None, "error_uncalibrated", pinned=True))
+    assert notes["uncalibrated-error"] == f"with Transformers in pinned memory {median:.0%}"
 
 
 def test_misfit_counts_both_sides_alike_and_is_capped():

@@ -1,5 +1,7 @@
 """lab-what-if: the answers behind the sliders, and the sliders themselves."""
 
+import gzip
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,9 @@ from specter_lab.cli import main
 from specter_lab.errors import UserError
 from specter_lab.experiments import runner
 from specter_lab.experiments.lab import what_if
-from specter_lab.experiments.lab.what_if_panel import Panel, draw
+from specter_lab.experiments.lab.what_if_bars import HEIGHT, MEMORY_COLORS, draw
+from specter_lab.experiments.lab.what_if_panel import Panel
+from specter_lab.experiments.lab.what_if_trace import record, timeline
 from specter_lab.plan.hardware import PAPERS_GPU, profile_names
 from tests.experiments import made_up
 
@@ -136,6 +140,47 @@ def test_the_bars_show_what_was_answered(start):
     assert sum(widths) == pytest.approx(sum(answer.simulated_ms_per_token for answer in answers.values()))
     held = sum(bar.get_width() for bar in memory.patches)
     assert held == pytest.approx(sum(sum(answer.memory_gb.values()) for answer in answers.values()))
+
+
+def test_every_bar_has_the_memory_of_its_own_machine(start):
+    answers = {name: what_if.ask(replace(start, profile=name)) for name in (PAPERS_GPU, "rtx3060-12gb", "jetson-orin")}
+    *_, memory = draw(answers).axes
+    marks = {tuple(line.get_xdata()): sum(line.get_ydata()) / 2 for line in memory.lines}
+    assert marks == {(answer.profile_gb,) * 2: place for place, answer in enumerate(answers.values())}
+    assert all(line.get_ydata()[1] - line.get_ydata()[0] == pytest.approx(HEIGHT) for line in memory.lines)
+    texts = [text.get_text() for text in memory.texts]
+    assert ["does not fit" in text for text in texts] == [not answer.fits for answer in answers.values()]
+
+
+def test_where_host_and_gpu_share_memory_the_hosts_copies_count(start):
+    on_a100, on_orin = (what_if.ask(replace(start, profile=name)).memory_gb for name in (PAPERS_GPU, "jetson-orin"))
+    assert on_orin == on_a100 | {"host copies": pytest.approx(28.8, abs=0.05)}
+    assert set(on_orin) <= set(MEMORY_COLORS)
+
+
+@pytest.mark.parametrize("name", ["specter", "lru"])
+def test_a_run_leaves_its_trace_and_its_timeline(start, out, name):
+    question = replace(start, policy=name)
+    recorded = record(question)
+    assert recorded.trace.parent == out / "results" / "lab-what-if" and recorded.trace.name.startswith(
+        f"deepseek-nano-{name}-"
+    )
+    work = [
+        event for event in json.loads(gzip.decompress(recorded.trace.read_bytes()))["traceEvents"] if event["ph"] == "X"
+    ]
+    assert len(work) == len(recorded.simulation.spans) > 0
+    answer, rounds = what_if.ask(question), recorded.simulation.rounds
+    assert rounds.end_ms[-1] * 1e3 == pytest.approx(max(event["ts"] + event["dur"] for event in work))
+    assert answer.tokens_per_round == rounds.tokens.mean()
+    before = recorded.trace.read_bytes()
+    assert record(question).trace.read_bytes() == before, "equal questions leave equal traces"
+    assert len(timeline(recorded).axes) == 2
+
+
+def test_the_button_says_where_the_trace_is(start, out, capsys):
+    Panel(start, MODELS).button.click()
+    (trace,) = (out / "results" / "lab-what-if").glob("*.json.gz")
+    assert str(trace) in capsys.readouterr().out  # without a kernel a widget's output goes to the terminal
 
 
 def test_the_notebook_takes_what_a_question_is_made_of():

@@ -6,16 +6,19 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from specter_lab import paths
 from specter_lab.cli import main
 from specter_lab.compress.calibration import calibration_ids
-from specter_lab.compress.quantizers import quantize
+from specter_lab.compress.quantizers import QUANTIZERS, quantize
 from specter_lab.errors import UserError
 from specter_lab.experiments import runner
+from specter_lab.experiments.lab.asked import ask, comparable
 from specter_lab.experiments.lab.figure import plot
 from specter_lab.experiments.lab.prediction import predict, slots_that_fit
-from specter_lab.experiments.lab.your_model import ask, measure_model
+from specter_lab.experiments.lab.your_model import measure_model
+from specter_lab.measure.prompts import PROMPT_SETS, Request, TokenizedRequests
 from specter_lab.measure.speculate import Rounds
 from specter_lab.measure.trace import DECODE, Origin, Trace
 from specter_lab.models.anatomy import anatomy_of
@@ -59,7 +62,7 @@ def test_a_report_on_every_class(checkpoints, prompts, out, kind):
         assert row.resident_experts <= row.distinct_experts <= about.num_experts
         assert row.resident_experts <= report.simulated.slots_per_layer
     cheapest = min(report.depths, key=lambda row: row.simulated_ms_per_token.value)
-    assert report.simulated.best_depth == cheapest.depth and report.simulated.priced_as == str(checkpoints[kind])
+    assert report.simulated.best_depth == cheapest.depth and report.simulated.priced_as == kind
     assert json.loads(report.to_json())["subject"]["architecture"] == kind
     text = report.to_text()
     assert f"PREDICTED K* = {cheapest.depth}" in text and text.count("SIMULATED") == 2
@@ -93,9 +96,20 @@ def test_a_quantised_checkpoint_serves_as_well_as_its_quantiser(checkpoints, pro
         ("", [], "holds no prompts"),
         ("only one", [], "one prompt has no interval: give at least 2"),
         ("long enough\n" + "word " * 600, [], "prompt 'mine.txt:2' needs [0-9]+ positions, the model has 512"),
-        ("a b\nc d", ["--max-tokens", "1"], "prompt 'mine.txt:1' is a single token"),
+        ("long enough\n" + "word " * 600, [], r"cut prompts to 512 tokens or less \(--max-tokens, in Python max_tokens\)"),
+        ("a b\nc d", ["--max-tokens", "1"], "prompts cut to 1 tokens cannot be continued: keep 2 or more"),
+        ("a b\nc d", ["--max-tokens", "0"], "prompts cut to 0 tokens cannot be continued"),
+        ("a b\nc d", ["--max-tokens", "-5"], "prompts cut to -5 tokens cannot be continued"),
+        ("a\nb\nc d e f", [], "prompt 'mine.txt:1' is a single token, as are most"),
+        ("one two three\none two three", [], "all prompts of [0-9]+ tokens or more begin alike"),
+        ("a b\nc d", ["--device", "gpu"], "no device 'gpu' on this machine: give 'cpu'"),
+        ("a b\nc d", ["--device", "cuda:99"], "no device 'cuda:99' on this machine: give 'cpu'"),
+        ("a b\nc d", ["--memory-gb", "0"], "needs 0.00[0-9]+ GB for its INT4 draft, .* and there are 0: name more memory"),
+        ("a b\nc d", ["--memory-gb", "-1"], "and there are -1: name more memory"),
+        ("a b\nc d", ["--memory-gb", "nan"], "a memory of nan GB is no size"),
+        ("a b\nc d", ["--quantizer", "./nowhere/q"], "no quantised checkpoint ./nowhere/q: give its path"),
         ("a b\nc d", ["--quantizer", "gtpq"], "no quantiser 'gtpq': choose one of gptq-int8, .* or give the path"),
-        ("a b\nc d", ["--quantizer", "./gone"], "no model './gone'"),
+        ("a b\nc d", ["--quantizer", "./gone.gguf"], "no GGUF file ./gone.gguf: give its path"),
         ("a b\nc d", ["--depth", "0"], "a depth of 0 is not measured here: give 1 to 32"),
         ("a b\nc d", ["--depth", "33"], "a depth of 33 is not measured here"),
         ("a b\nc d", ["--profile", "abacus"], "no hardware profile 'abacus': choose from"),
@@ -107,9 +121,66 @@ def test_bad_input_is_one_sentence(checkpoints, out, tmp_path, capsys, text, opt
     file.write_text(text)
     rest = ["--quantizer", "rtn-int4", "--depth", "2"]
     assert main(["measure", str(checkpoints["olmoe"]), "--prompts", str(file), *rest, *options]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("specter-lab: ")
-    assert re.search(sentence, last), last
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("specter-lab: ")
+    assert re.search(sentence, said[-1]), said[-1]
+    assert not any("quantising" in line for line in said)  # nothing that takes long was begun
+
+
+def test_a_model_that_cannot_be_measured_is_refused_before_it_is_loaded(checkpoints, out, tmp_path, capsys, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr("specter_lab.experiments.lab.asked.load", never)
+    short = tmp_path / "short.txt"
+    short.write_text("a")
+    for rest in (["--prompts", str(short)], ["--prompts", "gone.txt"], ["--quantizer", "./gone"]):
+        assert main(["measure", str(checkpoints["olmoe"]), *rest]) == 2
+        assert str(checkpoints["olmoe"]) not in capsys.readouterr().err
+
+
+def test_short_and_repeated_prompts_are_left_out_and_named(checkpoints, tmp_path, out):
+    file = tmp_path / "mine.txt"
+    words = "the quick brown fox jumps over a lazy dog while seven wizards box".split()
+    lines = [" ".join(words[n:] + words[:n]) for n in range(5)]
+    file.write_text("\n".join([lines[0], "too short", *lines[1:], lines[2] + " and more"]))
+    report = measure_model(str(checkpoints["olmoe"]), quantizer="rtn-int4", prompts=[str(file)], depth=2, **SMALL)
+    short, again = report.subject.left_out
+    assert re.match(r"mine.txt:2 \([0-9]+ tokens, [0-9]+ are needed\)", short)
+    assert re.match(r"mine.txt:7 \(begins with the same [0-9]+ tokens as mine.txt:4\)", again)
+    assert report.subject.n_prompts == 5 and report.subject.prefix_tokens > 5
+    assert f"left out: {short}" in report.to_text()
+
+
+@pytest.mark.parametrize(
+    "lengths, prefix, kept",
+    [((40, 50, 60), 32, 3), ((40, 3, 60), 32, 2), ((5, 40), 5, 2), ((9, 8, 2, 7), 7, 3), ((2, 2), 2, 2)],
+)
+def test_a_few_short_prompts_do_not_shorten_the_prefix(lengths, prefix, kept):
+    requests = tuple(Request(str(n), "s", "s", "l", "t") for n in range(len(lengths)))
+    ids = tuple(torch.arange(length) + 100 * n for n, length in enumerate(lengths))
+    found = comparable(TokenizedRequests(requests, ids))
+    assert (found.prefix_tokens, len(found.tokens.ids), len(found.left_out)) == (prefix, kept, len(lengths) - kept)
+
+
+def test_when_everything_fits_nothing_is_copied(checkpoints, prompts, out):
+    report = measure_model(str(checkpoints["olmoe"]), quantizer="rtn-int4", prompts=[str(prompts)], depth=2)
+    assert report.simulated.slots_per_layer == EXPERTS["olmoe"]
+    for row in report.depths:
+        assert row.resident_experts == row.distinct_experts and row.simulated_h2d_mb_per_round == 0
+    said = re.search(r"everything fits: nothing to offload.* with --memory-gb ([0-9.e-]+) half", report.to_text())
+    smaller = measure_model(
+        str(checkpoints["olmoe"]), quantizer="rtn-int4", prompts=[str(prompts)], depth=2, memory_gb=float(said[1])
+    )
+    assert EXPERTS["olmoe"] // 2 - 1 <= smaller.simulated.slots_per_layer <= EXPERTS["olmoe"] // 2
+    assert "everything fits" not in smaller.to_text()
+
+
+def test_help_lists_every_name(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["measure", "--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in (*QUANTIZERS, *PROMPT_SETS, "rtx4090"))
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,28 @@ def test_p_values_of_a_perfect_sampler_are_uniform_and_the_bound_holds():
     assert np.mean(np.array(bounds) > distance) >= 0.95
 
 
+def test_the_bound_promises_no_more_than_the_sample_can_show():
+    """Counts that fit better than chance: a bound of zero would say that no distance at all is left."""
+    law = np.full(40, 1 / 40)
+    for n in (400, 4000):
+        least = np.sqrt(-2 * np.log(0.05) / n) / 2
+        for shift in (0, 1, 2):  # chi-square of 0 and little more, where 40 are expected
+            counts = np.full(40, n // 40) + np.tile([shift, -shift], 20)
+            found = goodness_of_fit(counts, law)
+            assert found.p_value > 0.9
+            assert found.total_variation_at_most >= least - 1e-6
+    assert goodness_of_fit(np.full(40, 100), law).total_variation_at_most == pytest.approx(least, rel=0.07)
+
+
+def test_the_bound_holds_for_small_distances():
+    generator = np.random.default_rng(1)
+    law = np.full(40, 1 / 40)
+    for step in (0.05, 0.1, 0.2):
+        other = law * (1 + step * np.tile([1, -1], 20))
+        bounds = [goodness_of_fit(generator.multinomial(4000, other), law).total_variation_at_most for _ in range(60)]
+        assert np.mean(np.array(bounds) >= step / 2) >= 0.93  # 95 %, within the error of 60 draws
+
+
 def test_rare_cells_are_merged():
     law = np.array([0.5, 0.4] + [0.001] * 100)
     found = goodness_of_fit(np.array([500, 400] + [1] * 100), law)

@@ -8,13 +8,35 @@ import torch
 from specter_lab.errors import UserError
 from specter_lab.measure import disk_speed, host_speed
 from specter_lab.measure.disk_speed import FADVISE, O_DIRECT, measure_disk
-from specter_lab.measure.host_speed import copy_rates, matmul_tflop_s, measure_host, median_s, operator_us
+from specter_lab.measure.host_speed import Load, copy_rates, fastest_s, low_s, matmul_tflop_s, measure_host, operator_us
 
 
-def test_median_of_calls():
+def test_the_time_of_a_call():
     calls = []
-    assert median_s(calls.append, 0.0) < 1e-3 and calls == [0, 1, 2, 3]
-    assert 0.01 <= median_s(lambda _: time.sleep(0.01), 0.05) < 0.1
+    assert low_s(calls.append, 0.0) < 1e-3 and calls == [0, 1, 2, 3]
+    assert 0.01 <= low_s(lambda _: time.sleep(0.01), 0.05) < 0.1
+
+
+def test_interrupted_calls_do_not_count():
+    """Three calls of four take five times as long, as on a busy machine: a median would say so."""
+    assert 0.002 <= low_s(lambda i: time.sleep(0.01 if i % 4 else 0.002), 0.2) < 0.009
+
+
+def test_threads_that_wait_for_each_other_do_not_count(monkeypatch):
+    """Where all cores together are slower than one, one is what the machine can do; and the other way round."""
+    monkeypatch.setattr(host_speed, "usable_cores", lambda: 3)
+    before = torch.get_num_threads()
+    for slow in (1, 3):
+        monkeypatch.setattr(
+            host_speed, "low_s", lambda f, b, slow=slow: 8.0 if torch.get_num_threads() == slow else 2.0
+        )
+        assert fastest_s(lambda _: None, 0.0) == 2.0
+    assert torch.get_num_threads() == before
+
+
+def test_busy_is_more_than_half_of_the_cores():
+    assert Load(2.7, 2).busy and Load(1.1, 2).busy and not Load(1.0, 2).busy and not Load(2.7, 16).busy
+    assert host_speed.load().cores >= 1 and host_speed.load().average >= 0
 
 
 def test_host_speeds_are_plausible():
@@ -40,7 +62,7 @@ def plausible(found):
 
 
 def test_rates_are_work_over_time(monkeypatch):
-    monkeypatch.setattr(host_speed, "median_s", lambda function, budget_s: (function(0), 2e-3)[1])
+    monkeypatch.setattr(host_speed, "low_s", lambda function, budget_s: (function(0), 2e-3)[1])
     assert [rate.gb_s for rate in copy_rates((1_000_000,), 0, 4_000_000)] == pytest.approx([0.5])
     assert operator_us("cpu", 0) == pytest.approx(2000 / 140)  # 20 layers of 7 operators
     monkeypatch.setattr(host_speed, "LONG_CALL_S", 1e-3)

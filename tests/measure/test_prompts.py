@@ -76,6 +76,9 @@ def test_nothing_to_tokenize(tokenizer):
         tokenize([], tokenizer)
     with pytest.raises(UserError, match="'empty' has no tokens"):
         tokenize([Request("empty", "prose", "s", "MIT", "")], tokenizer)
+    for max_tokens in (0, -5):
+        with pytest.raises(UserError, match=f"cut to {max_tokens} tokens leave nothing to read"):
+            tokenize([Request("a", "prose", "s", "MIT", "one two")], tokenizer, max_tokens)
 
 
 def test_hub_prompts_from_a_local_data_set(tmp_path, monkeypatch):

@@ -7,8 +7,11 @@ import torch
 
 from specter_lab.errors import UserError
 from specter_lab.measure import speculate
+from specter_lab.measure.depths import greedy_rounds
+from specter_lab.measure.draft import free_running_draft
 from specter_lab.measure.speculate import plain_decode, speculative_decode
 from specter_lab.models.routing import observe_routing
+from tests.measure.conftest import build_model
 
 P, N, K = 8, 24, 5
 
@@ -102,3 +105,30 @@ def test_bad_input_is_one_sentence(qwen, prompts):
         speculative_decode(qwen, qwen, prompts, new_tokens=2048, depth=K)
     with pytest.raises(UserError, match="at least 2 tokens"):
         plain_decode(qwen, prompts[:, :1], new_tokens=N)
+
+
+@pytest.mark.parametrize("depth", [0, -2])
+def test_a_depth_that_drafts_nothing(qwen, prompts, make_tokens, origin, depth):
+    said = f"a depth of {depth} drafts nothing: give 1 or more, or decode with the target alone"
+    with pytest.raises(UserError, match=said):
+        speculative_decode(qwen, qwen, prompts, new_tokens=N, depth=depth)
+    with pytest.raises(UserError, match=said):
+        greedy_rounds(qwen, qwen, prompts, new_tokens=N, depths=(4, depth))
+    with pytest.raises(UserError, match=said):
+        free_running_draft(qwen, qwen, make_tokens((P, P)), origin, origin, prefix_tokens=P, depth=depth)
+
+
+@pytest.mark.parametrize("new_tokens", [0, -1])
+def test_nothing_to_write(qwen, prompts, new_tokens):
+    for decode in (plain_decode, lambda *a, **how: speculative_decode(*a[:1], *a, depth=K, **how)):
+        with pytest.raises(UserError, match=f"{new_tokens} new tokens leave nothing to decode"):
+            decode(qwen, prompts, new_tokens=new_tokens)
+
+
+@pytest.mark.parametrize("other", ["phi-nano", "deepseek-nano"])
+def test_a_draft_that_cannot_read_the_targets_cache(qwen, prompts, make_tokens, origin, other):
+    stranger = build_model(other)
+    with pytest.raises(UserError, match="the draft cannot continue from the target's keys and values"):
+        speculative_decode(qwen, stranger, prompts, new_tokens=N, depth=K)
+    with pytest.raises(UserError, match="the draft cannot continue"):
+        free_running_draft(qwen, stranger, make_tokens((P, P)), origin, origin, prefix_tokens=P, depth=K)

@@ -53,12 +53,13 @@ def test_the_file_is_as_documented(tmp_path):
     assert header["layers"] == [1, 2, 3] and header["top_k"] == 2 and header["content_sha256"] == content_hash(trace)
 
 
-def test_other_schema_version(tmp_path):
+@pytest.mark.parametrize("version", [99, "1"])
+def test_other_schema_version(tmp_path, version):
     write_trace(random_trace(), tmp_path / "t.parquet")
     table = pq.read_table(tmp_path / "t.parquet")
-    header = json.loads(table.schema.metadata[HEADER_KEY]) | {"schema_version": 99}
+    header = json.loads(table.schema.metadata[HEADER_KEY]) | {"schema_version": version}
     pq.write_table(table.replace_schema_metadata({HEADER_KEY: json.dumps(header)}), tmp_path / "t.parquet")
-    with pytest.raises(UserError, match="schema version 99"):
+    with pytest.raises(UserError, match=f"schema version {version!r}, this program reads 1"):
         read_trace(tmp_path / "t.parquet")
 
 

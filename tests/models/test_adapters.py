@@ -123,7 +123,7 @@ def test_a_missing_adapter_is_shown_filled_in():
     exec("\n".join(line[4:] for line in str(error.value).split("\n\n", 1)[1].splitlines()), names)
     assert isinstance(names["ADAPTER"], Adapter)
     assert names["ADAPTER"].num_experts(AutoConfig.for_model("dots1", n_routed_experts=12)) == 12
-    with pytest.raises(UserError, match="a dense model routes nothing"):
+    with pytest.raises(UserError, match="'llama' is a dense model, as far as config.json tells"):
         adapter_for(AutoConfig.for_model("llama"))
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from specter_lab.errors import UserError
 from specter_lab.models.geometry import GEOMETRY
-from specter_lab.models.load import MANIFEST, ZOO_MODELS, load, resolve
+from specter_lab.models.load import MANIFEST, ZOO_MODELS, check_device, load, resolve
 from specter_lab.paths import ZOO
 
 
@@ -84,6 +84,32 @@ def test_keys_must_match(copy_of_phi, change, word):
         tensors["model.layers.0.self_attn.stray.weight"] = torch.zeros(2)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match=word):
+        load(str(copy_of_phi))
+
+
+@pytest.mark.parametrize("part", ["block_sparse_moe.gate.weight", "experts.2.w2.weight", "embed_tokens.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(copy_of_phi, part, value):
+    file = copy_of_phi / "model.safetensors"
+    tensors = load_file(file)
+    name = next(key for key in tensors if key.endswith(part))
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="phi-copy: 1 of [0-9,]+ values of 'model.* are not finite, the first at") as said:
+        load(str(copy_of_phi))
+    assert "fetch it again" in str(said.value)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", ""])
+def test_a_device_that_is_not_there(device):
+    for ask in (check_device, lambda name: load("phi-nano", device=name)):
+        with pytest.raises(UserError, match=f"no device '{device}' on this machine: give 'cpu'"):
+            ask(device)
+
+
+def test_a_dense_model_needs_no_adapter(copy_of_phi):
+    (copy_of_phi / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(UserError, match="'gpt2' is a dense model.*: it routes nothing, so give a Mixture-of-Experts"):
         load(str(copy_of_phi))
 
 

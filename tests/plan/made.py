@@ -7,7 +7,7 @@ import numpy as np
 from specter_lab.measure.windows import Windows
 from specter_lab.models.anatomy import Anatomy
 from specter_lab.plan.policy import Scene
-from specter_lab.plan.serve import Needs, PassCosts
+from specter_lab.plan.serve import Disk, Needs, PassCosts
 from specter_lab.plan.workload import Workload
 
 
@@ -32,6 +32,26 @@ class RoundNumbers:
     read_ms: float = 2.0  # one expert; tokens cost nothing
     read_through_ms: float = 12.0
     cpu_read_ms: float = 5.0
+    told_ms: float = 0.0  # routing, GPU to host: a layer's or a drafted token's
+    disk_ms: float = 0.0
+    on_host: int = 0  # experts of a layer that are not on disk, where there is one
+    context_tokens: int = 0
+
+    @property
+    def disk(self) -> Disk:
+        everyone = self.model.num_experts
+        first = self.on_host if self.disk_ms else everyone
+        return Disk(first, self.disk_ms, self.disk_ms * (1 - first / everyone))
+
+    @property
+    def pace_ms(self) -> float:
+        return max(self.copy_ms, self.disk.pace_ms)
+
+    def routing_ms(self, tokens: int, layers: int) -> float:
+        return self.told_ms
+
+    def placed(self, gpu_bytes: int) -> "RoundNumbers":
+        return self
 
     @property
     def expert_bytes(self) -> int:
@@ -41,6 +61,7 @@ class RoundNumbers:
         return PassCosts(
             layer_ms=self.layer_ms, read_ms=self.read_ms, flop_ms=0.0, launch_ms=0.0, copy_ms=self.copy_ms,
             read_through_ms=self.read_through_ms, cpu_read_ms=self.cpu_read_ms, cpu_flop_ms=0.0,
+            routing_ms=self.told_ms, disk=self.disk,
         )  # fmt: skip
 
 

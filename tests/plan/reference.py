@@ -37,10 +37,11 @@ class Reference:
             depth,
         )
         self.layers = [Link(slots, order) for _ in range(costs.model.moe_layers)]
-        self.free = {"compute": 0.0, "h2d": 0.0, "cpu": 0.0}
+        self.free = {"compute": 0.0, "h2d": 0.0, "d2h": 0.0, "cpu": 0.0, "disk": 0.0}
+        self.told = miss not in ("read through", "int4") or costs.disk_ms > 0  # the host learns a layer's routing
         self.clock, self.copies, self.stall, self.hits, self.needed = 0, 0, 0.0, 0, 0
         self.bandwidth, self.step_ms = 12.0, 1.0
-        self.pass_costs = costs.of_pass(1)
+        self.pass_costs, self.early = costs.of_pass(1), prefetch == "chunks, early"
 
     def run(self, stream, ms, after=0.0):
         self.free[stream] = max(self.free[stream], after) + ms
@@ -50,8 +51,15 @@ class Reference:
         self.clock += 1
         return self.clock
 
-    def put(self, layer, expert, asked, ms):
-        """Copy an absent expert into a slot; returns its arrival, or None when everyone is pinned."""
+    def on_disk(self, expert):
+        return self.costs.disk_ms > 0 and expert >= self.costs.on_host
+
+    def fetch(self, expert, asked):
+        """When host memory holds an expert that is asked for then."""
+        return self.run("disk", self.costs.disk_ms, asked) if self.on_disk(expert) else asked
+
+    def put(self, layer, expert, asked, ms, free_ms=0.0):
+        """Copy an absent expert into a slot, not before `free_ms`; returns its arrival, or None when everyone is pinned."""
         link = self.layers[layer]
         if len(link.ready) == link.count:
             victim = link.victim()
@@ -59,7 +67,7 @@ class Reference:
                 return None
             del link.ready[victim]
         link.came[expert] = link.linked[expert] = self.tick()
-        link.ready[expert] = self.run("h2d", ms, asked)
+        link.ready[expert] = self.run("h2d", ms, max(free_ms, self.fetch(expert, asked)))
         self.copies += 1
         return link.ready[expert]
 
@@ -72,9 +80,10 @@ class Reference:
         return self.run("compute", ms, arrival)
 
     def layer(self, layer, used, counted):
-        """One MoE layer of a target pass; returns when its routing was known."""
+        """One MoE layer of a target pass; returns when the host knew its routing."""
         c, link = self.pass_costs, self.layers[layer]
         now = self.run("compute", c.layer_ms)
+        host = self.run("d2h", c.routing_ms, now) if self.told else now
         uses = Counter(np.ravel(used).tolist())
         needed = sorted(uses)
         if counted:
@@ -96,27 +105,29 @@ class Reference:
         link.pinned = {e for e, _ in done}
         cpu_end = 0.0
         for expert in absent:
-            sooner = max(self.free["cpu"], now) + c.cpu_read_ms < max(self.free["h2d"], now) + c.copy_ms
+            there = max(self.free["disk"], host) + self.costs.disk_ms if self.on_disk(expert) else host
+            sooner = max(self.free["cpu"], there) + c.cpu_read_ms < max(self.free["h2d"], there) + c.copy_ms
             on_cpu = {"cpu if sooner": sooner, "cpu if shorter": c.cpu_read_ms < c.copy_ms}.get(self.miss, False)
             if on_cpu:
-                cpu_end = self.run("cpu", c.cpu_read_ms, now)
+                cpu_end = self.run("cpu", c.cpu_read_ms, self.fetch(expert, host))
             elif self.miss == "read through":
-                self.compute(self.run("h2d", c.read_through_ms, now), c.read_ms)
+                asked = self.fetch(expert, host if self.on_disk(expert) else now)
+                self.compute(self.run("h2d", c.read_through_ms, asked), c.read_ms)
             elif self.miss == "int4":
                 self.run("compute", c.read_ms / 4)
             else:
-                asked = now
-                while (arrival := self.put(layer, expert, asked, c.copy_ms)) is None:
+                free = 0.0
+                while (arrival := self.put(layer, expert, host, c.copy_ms, free)) is None:
                     first, end = done.pop(0)
                     link.pinned.discard(first)
-                    asked = max(asked, end)
+                    free = max(free, end)
                 self.touch(layer, expert)
                 link.pinned.add(expert)
                 done.append((expert, self.compute(arrival, c.read_ms)))
         link.pinned.clear()
         self.stall += max(0.0, cpu_end - self.free["compute"])
         self.free["compute"] = max(self.free["compute"], cpu_end)
-        return now
+        return host
 
     def target_pass(self, used, counted=True):
         """used: [T, L, k]"""
@@ -142,25 +153,26 @@ class Reference:
     def copy(self, loads, asked):
         begun = sum(self.put(layer, e, asked, self.costs.copy_ms) is not None for layer, e in loads)
         if begun:
-            now = begun * self.costs.expert_bytes / (begun * self.costs.copy_ms) * 1e-6
+            now = begun * self.costs.expert_bytes / (begun * self.costs.pace_ms) * 1e-6
             self.bandwidth = 0.75 * self.bandwidth + 0.25 * now
 
     def draft_in_chunks(self, drafted):
         counts = [Counter() for _ in self.layers]
-        following, done = max(1, floor(0.2 * self.depth)), self.depth == 0
+        following, full, known = max(1, floor(0.2 * self.depth)), False, 0.0
         for step, token in enumerate(drafted, 1):
             self.run("compute", self.costs.draft_step_ms)
             self.step_ms = 0.75 * self.step_ms + 0.25 * self.costs.draft_step_ms
+            known = self.run("d2h", self.costs.told_ms, self.free["compute"])
             for of_layer, experts in zip(counts, token):
                 of_layer.update(experts.tolist())
-            if not done and following <= step < self.depth:
+            if not full and following <= step < self.depth:
                 loads = self.plan(counts)
                 size = len(loads) * self.costs.expert_bytes
                 following = step + max(1, ceil(size / self.bandwidth * 1e-6 / self.step_ms))
-                done = all(len(of_layer) >= link.count for of_layer, link in zip(counts, self.layers))
-                self.copy(loads, self.free["compute"])
-        if not done:
-            self.copy(self.plan(counts), self.free["compute"])
+                full = all(len(of_layer) >= link.count for of_layer, link in zip(counts, self.layers))
+                self.copy(loads, known)
+        if self.depth and not (full and self.early):
+            self.copy(self.plan(counts), known)
 
     # Rolling prefetch
 
@@ -176,9 +188,9 @@ class Reference:
                         room[layer] -= 1
                         if expert not in self.layers[layer].ready:
                             self.wanted.append((layer, step, expert))
-            now = self.free["compute"]
+            now = self.run("d2h", self.costs.told_ms, self.free["compute"])
             behind = max(0.0, self.free["h2d"] - now)
-            count = max(0, int((self.costs.draft_step_ms - behind) / self.costs.copy_ms + 2))
+            count = max(0, int((self.costs.draft_step_ms - behind) / self.costs.pace_ms + 2))
             self.wanted.sort()
             for layer, _, expert in self.wanted[:count]:
                 self.put(layer, expert, now, self.costs.copy_ms)
@@ -186,7 +198,7 @@ class Reference:
 
     def hand_out_while_verifying(self, layer, now):
         self.wanted = [row for row in self.wanted if row[0] > layer]
-        while self.wanted and self.free["h2d"] - now <= self.costs.copy_ms:
+        while self.wanted and self.free["h2d"] - now <= self.costs.pace_ms:
             at, _, expert = self.wanted.pop(0)
             self.put(at, expert, now, self.costs.copy_ms)
 
@@ -201,7 +213,7 @@ class Reference:
                 start, stall, copies = self.free["compute"], self.stall, self.copies
                 drafted = self.w.draft[request, position, : self.depth]
                 weights = self.w.draft_weights[request, position, : self.depth].astype(np.float32)
-                if self.prefetch == "chunks":
+                if self.prefetch in ("chunks", "chunks, early"):
                     self.draft_in_chunks(drafted)
                 elif self.prefetch == "rolling":
                     self.draft_rolling(drafted, weights)

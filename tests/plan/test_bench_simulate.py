@@ -55,7 +55,10 @@ def test_the_command_prints_every_policy(tmp_path):
     done = bench(file)
     assert done.returncode == 0, done.stderr
     fitting = [policy.id for policy in POLICIES.values() if policy.draft != "fewer"]
-    assert [line.split()[1] for line in done.stdout.splitlines()[1:]] == fitting
+    lines = done.stdout.splitlines()[1:]
+    assert [line.split()[1] for line in lines if "left out" not in line] == fitting
+    (left_out,) = (line for line in lines if "left out" in line)
+    assert left_out.split()[1] == "ss-moe" and left_out.endswith("drafts with 'fewer', windows of another draft")
 
 
 def test_the_command_refuses_in_one_sentence(tmp_path):
@@ -63,3 +66,6 @@ def test_the_command_refuses_in_one_sentence(tmp_path):
     assert done.returncode == 1 and done.stderr.startswith(
         "other.safetensors does not begin with the name of a zoo model"
     )
+    done = bench(tmp_path / "phi-nano-none.safetensors")
+    assert done.returncode == 1 and done.stderr.startswith("there is no file ")
+    assert "name one of" in done.stderr and "delete" not in done.stderr

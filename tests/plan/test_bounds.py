@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from specter_lab.measure.windows import read_windows
 from specter_lab.paths import CACHE
-from specter_lab.plan.bounds import Passes, best_hit_rate, most_hits, next_uses, passes_of
+from specter_lab.plan.bounds import Passes, best_hit_rate, best_hit_rates, most_hits, next_uses, passes_of
 from specter_lab.plan.policies import POLICIES, find_policy
 from specter_lab.plan.residency import FIFO, LFU, LRU
 from specter_lab.plan.serve import NEEDED, NEEDED_IN_FLIGHT, NEEDED_READY, READ_THROUGH
 from specter_lab.plan.simulate import simulate
+from specter_lab.plan.workload import Workload
 from tests.plan.made import scene_of, windows_of
 
 DEMAND = [p for p in POLICIES.values() if p.draft is None and p.id in ("lru", "fifo", "lfu", "belady")]
@@ -75,6 +76,29 @@ def test_belady_in_the_simulator_is_the_best_when_a_pass_fits(batch):
     bound = best_hit_rate(passes_of(workload, range(6), 40, batch), np.full(scene.layers, 3 * batch))
     assert max(rates, key=rates.get) == "belady"
     assert rates["belady"] <= bound
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_rates_by_slots_bound_every_demand_policy(depth):
+    """Every request by itself, from empty slots: more slots, more hits, and no order has more."""
+    workload, scene = scene_of(windows_of(depth=3, positions=20), depth=depth)
+    bounds = best_hit_rates(workload, (1, 3, 8), 20, depth=depth)
+    assert list(bounds) == [1, 3, 8] and 0 < bounds[1] < bounds[3] < bounds[8] < 1
+    for slots, bound in bounds.items():
+        for policy in DEMAND:
+            policy = replace(policy, draft="int4" if depth else None)
+            if depth and policy.id == "belady":
+                continue
+            counts = sum(
+                simulate(
+                    workload, policy, replace(scene, slots_per_layer=slots), new_tokens=20, requests=[r]
+                ).hits.counts
+                for r in range(3)
+            )
+            assert (counts[NEEDED_READY] + counts[NEEDED_IN_FLIGHT]) / counts[NEEDED] <= bound
+    one = best_hit_rate(passes_of(workload, [1], 20, depth=depth), np.full(scene.layers, 3))
+    only = Workload(workload.windows.of(np.array([1])), workload.layers)
+    assert best_hit_rates(only, (3,), 20, depth=depth)[3] == one
 
 
 def test_uneven_slots_count_per_layer():

@@ -7,7 +7,7 @@ from specter_lab import paths
 from specter_lab.cli import main
 from specter_lab.measure import installation
 from specter_lab.measure.gpu_speed import GpuSpeed
-from specter_lab.measure.host_speed import Rate
+from specter_lab.measure.host_speed import Load, Rate
 from specter_lab.measure.installation import Part
 from specter_lab.plan import doctor
 from specter_lab.plan.hardware import CURVES, NUMBERS, read_profile, write_profile
@@ -63,10 +63,26 @@ def test_a_gpu_takes_the_place_of_the_processor(speeds, out):
     assert [getattr(profile, number) for number in NUMBERS] == [141.0, 4300.0, 790.0, 9.0]
     assert (profile.gpu, profile.link) == ("G 1", "PCIe 5.0 x16")
     assert (profile.h2d.gb_s, profile.d2h.sizes_bytes) == ((40.0,), (4096,))
+    assert not profile.unified_memory
     assert profile.cpu.fp32_tflop_s == pytest.approx(speeds.host.fp32_tflop_s, rel=1e-3)
     assert set(profile.sources) >= {"h2d at 1048576 bytes", "d2h at 4096 bytes"}
     text = doctor.Report([], replace(speeds, gpu=gpu), profile, out, 20.0).to_text()
     assert "790 TFLOP/s" in text and "4300 GB/s" in text
+
+
+@pytest.mark.parametrize(("average", "busy"), [(0.9, False), (2.7, True)])
+def test_a_busy_machine_is_said_where_its_numbers_are(speeds, out, average, busy):
+    loaded = replace(speeds, load=Load(average, 2))
+    profile = doctor.profile_of(loaded)
+    words = f"load {average} on 2 cores"
+    assert all((words in source) == busy for source in profile.sources.values())
+    text = doctor.Report([], loaded, profile, out, 20.0).to_text()
+    assert (f"{words}: numbers are low" in text) == busy
+
+
+def test_the_memory_without_a_gpu_is_the_hosts(speeds):
+    profile = doctor.profile_of(replace(speeds, gpu=None))
+    assert profile.unified_memory and profile.cpu.memory_gb == profile.memory_gb
 
 
 def test_json(measured, out, capsys):

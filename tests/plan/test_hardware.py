@@ -119,6 +119,20 @@ def test_what_is_missing_is_named_with_its_file(table, out):
         ("gb_s = 12.5", "gb_s = 0", "'h2d.gb_s' is 0"),
         ("gb_s = 12.5", "", "lacks 'h2d.gb_s'"),
         ("bytes = 1_048_576", "bytes = 262_144", "two points of 'h2d' at one size"),
+        ("value = 40", "value = inf", "'memory_gb' is inf, give it a number above zero"),
+        ("bytes = 262_144", 'bytes = "1MB"', "'h2d.bytes' is '1MB', give it a whole number above zero"),
+        ("bytes = 262_144", "bytes = 0.5", "'h2d.bytes' is 0.5"),
+        ("cores = 24", "cores = 0", "'cpu.cores' is 0, give it a whole number"),
+        ("cores = 24", 'cores = "many"', "'cpu.cores' is 'many'"),
+        ('source = "data sheet: NVIDIA A100"', 'source = " "', "'memory_gb.source' is ' ', give it a text"),
+        ('gpu = "NVIDIA A100 40 GB"', "gpu = 100", "'gpu' is 100, give it a text"),
+        ('gpu = "NVIDIA A100 40 GB"', 'gpu = "g"\nunified_memory = 1', "'unified_memory' is 1, give it true or false"),
+        ('gpu = "NVIDIA A100 40 GB"', 'gpu = "g"\nmeasured = 3', "lacks 'measured'"),
+        (
+            "# Reads",
+            '[[measured]]\noperation = "expert"\nmodel = "m"\ntokens = "1"\nms = 1.0\n#',
+            "'measured.tokens' is '1'",
+        ),
         ("value = 40", "value = ", "is not TOML"),
         ("link = ", "links = ", "lacks 'link'"),
         ("# Reads", '[[measured]]\noperation = "expert"\nmodel = "m"\nms = 1.0\n#', "lacks 'measured.tokens'"),
@@ -130,6 +144,27 @@ def test_damaged_profiles(old, new, message, out):
     (own_profiles() / "bad.toml").write_text(SHIPPED.replace(old, new, 1))
     with pytest.raises(UserError, match=f"bad.toml.*{message}"):
         read_profile("bad")
+
+
+def test_this_machines_profile_is_measured_again(out):
+    own_profiles().mkdir(parents=True)
+    (own_profiles() / f"{THIS_MACHINE}.toml").write_text(without("cpu.memory_gb"))
+    with pytest.raises(UserError, match="lacks 'cpu.memory_gb.source': run `specter-lab doctor` again"):
+        read_profile(THIS_MACHINE)
+
+
+def test_a_curve_may_be_written_in_any_order(out):
+    own_profiles().mkdir(parents=True)
+    large, small = "bytes = 17_301_504\ngb_s = 24.7", "bytes = 262_144\ngb_s = 12.5"
+    swapped = SHIPPED.replace(small, "@", 1).replace(large, small, 1).replace("@", large, 1)
+    (own_profiles() / "swapped.toml").write_text(swapped)
+    assert read_profile("swapped").h2d == read_profile().h2d
+
+
+def test_only_the_jetson_shares_its_memory():
+    assert [name for name in NAMES if read_profile(name).unified_memory] == ["jetson-orin"]
+    a100, jetson = read_profile(), read_profile("jetson-orin")
+    assert (a100.host_bytes_beside(24 * 10**9), jetson.host_bytes_beside(24 * 10**9)) == (256e9, 40e9)
 
 
 def test_profiles_are_found_where_the_package_lies(monkeypatch, tmp_path, out):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specter_lab.errors import UserError
+from specter_lab.experiments.specter import offload
 from specter_lab.plan import policies, serve
 from specter_lab.plan.policies import POLICIES, find_policy
 from specter_lab.plan.policies.adapmoe import divide, lru_hits, uneven_slots
@@ -36,7 +37,7 @@ def test_every_policy_says_what_it_is():
         assert policy.title and policy.source
 
 
-def test_the_worked_example_runs():
+def test_the_worked_example_runs(monkeypatch):
     example, use = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(example.splitlines()) < 40
     names = {}
@@ -45,8 +46,23 @@ def test_the_worked_example_runs():
     found = simulate(workload, names["POLICY"], scene, new_tokens=12)
     late = simulate(workload, find_policy("sp-l"), scene, new_tokens=12)
     assert 0 < found.hits.counts[serve.PREFETCHED] < late.hits.counts[serve.PREFETCHED]
-    call = use.splitlines()[0].replace("128", "12")
-    exec(call, names | {"simulate": simulate, "workload": workload, "scene": scene})
+    monkeypatch.setitem(POLICIES, "first-token", names["POLICY"])  # what its line in MODULES does
+    monkeypatch.setattr(offload, "traffic", lambda model, seed: offload.Traffic(model, scene.history, workload))
+    monkeypatch.setattr(offload, "scene", lambda traffic: scene)
+    exec(use.replace("new_tokens=128", "new_tokens=12"), used := {})
+    assert used["simulation"].rounds.end_ms[-1] == found.rounds.end_ms[-1]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_specter_that_is_full_at_once_still_plans_at_the_end(slots):
+    """Every token brings two predictions per layer: all there is room for at the first boundary of a window of five."""
+    windows = windows_of(depth=5, positions=16, layers=4)
+    early, single, specter, late = (
+        run(name, windows, slots=slots).hits for name in ("specter-early", "sp-e", "specter", "sp-l")
+    )
+    assert (early.counts == single.counts).all()
+    rates = [hits.rates()["token-weighted"] for hits in (single, late, specter)]
+    assert rates[0] < rates[1] <= rates[2] + 1e-9
 
 
 def test_lfu_counts_uses_that_were_misses():
@@ -204,7 +220,18 @@ def test_the_oracle_wastes_nothing_and_is_not_beaten_by_the_draft():
     assert oracle.hits.rates()["distinct"] >= fast.hits.rates()["distinct"]
 
 
-def test_a_bound_without_a_future_is_refused():
+def test_the_oracle_is_no_bound_where_the_link_is_slow():
+    """What it has not begun to copy is a miss; a plan that waits for all of its copies has more hits, and takes longer."""
+    rates, ends = {}, {}
+    for copy_ms in (0.1, 40.0):
+        for name in ("oracle", "sp-l"):
+            found = run(name, windows_of(positions=16, layers=8, agree=1.0), slots=4, copy_ms=copy_ms)
+            rates[name, copy_ms], ends[name, copy_ms] = found.hits.rates()["token-weighted"], found.rounds.end_ms[-1]
+    assert rates["oracle", 0.1] > rates["sp-l", 0.1]
+    assert rates["oracle", 40.0] < rates["sp-l", 40.0] and ends["oracle", 40.0] < ends["sp-l", 40.0]
+
+
+def test_knowing_the_future_takes_a_future():
     workload, scene = scene_of(windows_of())
     with pytest.raises(UserError, match="policy 'belady' has to know the future"):
         simulate(workload, find_policy("belady"), replace(scene, future=None), new_tokens=4)

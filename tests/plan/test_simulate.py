@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from specter_lab.errors import UserError
 from specter_lab.paths import ROOT
 from specter_lab.plan import serve
+from specter_lab.plan import simulate as simulator
 from specter_lab.plan.policies import POLICIES, find_policy
 from specter_lab.plan.policies.specter import ChunkedPrefetch
 from specter_lab.plan.policies.specter_fast import RollingPrefetch
-from specter_lab.plan.policy import Policy, Prefetcher
+from specter_lab.plan.policy import Policy, Prefetcher, equal_slots, separate_slots
 from specter_lab.plan.residency import FIFO, LFU, LRU
 from specter_lab.plan.simulate import simulate
 from tests.plan.made import scene_of, windows_of
@@ -29,7 +31,9 @@ MISSES = {
     "load": serve.LOAD, "cpu if sooner": serve.CPU_IF_SOONER, "read through": serve.READ_THROUGH,
     "int4": serve.DRAFT_WEIGHTS, "cpu if shorter": serve.CPU_IF_SHORTER,
 }  # fmt: skip
-PREFETCH = {"chunks": ChunkedPrefetch, "rolling": RollingPrefetch}
+PREFETCH = {
+    "chunks": ChunkedPrefetch, "chunks, early": partial(ChunkedPrefetch, last_plan=False), "rolling": RollingPrefetch,
+}  # fmt: skip
 
 
 def one_request(draft, target, *, experts=4, accepted=0, prompt=None):
@@ -109,15 +113,79 @@ def test_by_hand_a_fewer_expert_draft_waits_for_its_own_misses():
     assert (found.hits.draft_uses, found.hits.draft_uses_ready) == (2, 1)
 
 
-@settings(max_examples=40)
+def test_by_hand_a_miss_is_copied_when_the_host_knows_of_it():
+    """The case above with half a millisecond from GPU to host: a hit does not wait for it, a copy does."""
+    workload, scene = scene_of(one_request([], [[[0, 1]]], prompt=[[0, 0]]), slots=2, told_ms=0.5)
+    found = simulate(workload, DEMAND, scene, new_tokens=1, record=True)
+    # prefill ends at 13.5. Token: attention 13.5-14.5, routing 14.5-15, residents 14.5-16.5, copy 15-25, expert 25-27.
+    assert of_work(found, "routing", "resident experts", "miss", "expert")[3:] == [
+        ("routing", 0, -1, 14.5, 15), ("resident experts", 0, -1, 14.5, 16.5), ("miss", 0, 1, 15, 25), ("expert", 0, 1, 25, 27),
+    ]  # fmt: skip
+    assert (found.rounds.end_ms[0], found.rounds.stall_ms[0]) == (27, 8.5)
+    assert found.hidden_share == pytest.approx(0.15)
+    slow = replace(scene, costs=replace(scene.costs, told_ms=3.0))
+    late = simulate(workload, DEMAND, slow, new_tokens=1)
+    assert late.rounds.stall_ms[0] == 11 and late.hidden_share == 0  # nothing of the 10 ms
+
+
+def test_by_hand_a_plan_waits_for_the_drafted_token_to_reach_the_host():
+    windows = one_request([[[0, 1]], [[0, 1]]], [[[0, 1]]] * 3, prompt=[[0, 0]], accepted=2)
+    workload, scene = scene_of(windows, slots=2, told_ms=0.5)
+    found = simulate(workload, find_policy("specter"), scene, new_tokens=1, record=True)
+    # prefill ends at 13.5; draft until 17.5, its routing until 18, copy 18-28; barrier; attention 28-29, experts 29-33.
+    assert of_work(found, "prefetch") == [("prefetch", 0, 1, 18, 28)]
+    assert [span[3:] for span in of_work(found, "routing")] == [(1, 1.5), (17.5, 18), (21.5, 22), (29, 29.5)]
+    assert found.rounds.end_ms[0] == 33
+
+
+@pytest.mark.parametrize("miss", sorted(MISSES))
+def test_the_host_is_told_only_where_it_has_to_act(miss):
+    workload, scene = scene_of(windows_of(depth=0), slots=2, told_ms=0.5)
+    found = simulate(workload, replace(DEMAND, miss=MISSES[miss]), scene, new_tokens=4, record=True)
+    assert bool(of_work(found, "routing")) == (miss not in ("read through", "int4"))
+
+
+def test_by_hand_an_expert_comes_from_disk():
+    """Reads of 20 ms, copies of 10 behind them; the second read does not wait for the first copy. Host memory holds expert 0."""
+    workload, scene = scene_of(one_request([], [[[1, 2]]], prompt=[[0, 0]]), slots=3, disk_ms=20.0, on_host=1)
+    found = simulate(workload, DEMAND, scene, new_tokens=1, record=True)
+    # prefill: attention 0-1, copy 1-11, expert 11-13. Token: attention 13-14, reads 14-34, 34-54.
+    assert of_work(found, "disk read", "miss", "expert")[2:] == [
+        ("disk read", 0, 1, 14, 34), ("miss", 0, 1, 34, 44), ("expert", 0, 1, 44, 46),
+        ("disk read", 0, 2, 34, 54), ("miss", 0, 2, 54, 64), ("expert", 0, 2, 64, 66),
+    ]  # fmt: skip
+    assert found.rounds.h2d_bytes[0] == 2 * scene.costs.expert_bytes and found.rounds.h2d_ms[0] == 20
+
+
+def test_by_hand_the_last_plan_sees_all_drafted_tokens():
+    """One slot: the first token's expert is all that fits, but the others' is what the window needs most."""
+    windows = one_request([[[1]], [[2]], [[2]]], [[[1]], [[2]], [[2]], [[2]]], prompt=[[0]], accepted=3)
+    workload, scene = scene_of(windows, slots=1)
+    both = [
+        simulate(workload, find_policy(name), scene, new_tokens=1, record=True) for name in ("specter", "specter-early")
+    ]
+    # draft 13-17-21-25; expert 1 is planned at 17 and copied until 27; expert 2 when the draft has ended, until 37.
+    assert [of_work(found, "prefetch") for found in both] == [
+        [("prefetch", 0, 1, 17, 27), ("prefetch", 0, 2, 27, 37)], [("prefetch", 0, 1, 17, 27)]
+    ]  # fmt: skip
+    assert [found.hits.rates()["token-weighted"] for found in both] == [0.75, 0.25]
+
+
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10_000), slots=st.integers(1, 7), order=st.sampled_from(sorted(ORDERS)),
     miss=st.sampled_from(sorted(MISSES)), prefetch=st.sampled_from([None, *PREFETCH]), barrier=st.booleans(),
     depth=st.integers(0, 4), copy_ms=st.sampled_from([0.5, 3.0, 10.0]), layers=st.integers(1, 4),
+    told_ms=st.sampled_from([0.0, 0.25, 3.0]), disk_ms=st.sampled_from([0.0, 1.0, 20.0]),
+    on_host=st.sampled_from([0, 3, 7]),
 )  # fmt: skip
-def test_equals_the_reference(seed, slots, order, miss, prefetch, barrier, depth, copy_ms, layers):
+def test_equals_the_reference(
+    seed, slots, order, miss, prefetch, barrier, depth, copy_ms, layers, told_ms, disk_ms, on_host
+):
     windows = windows_of(seed, requests=2, positions=6, depth=4, layers=layers)
-    workload, scene = scene_of(windows, slots, depth=depth, copy_ms=copy_ms)
+    workload, scene = scene_of(
+        windows, slots, depth=depth, copy_ms=copy_ms, told_ms=told_ms, disk_ms=disk_ms, on_host=on_host
+    )
     policy = replace(DEMAND, draft="int4", order=ORDERS[order], miss=MISSES[miss], barrier=barrier)
     policy = replace(policy, prefetch=PREFETCH[prefetch]) if prefetch else policy
     found = simulate(workload, policy, scene, new_tokens=6)
@@ -140,15 +208,38 @@ def windows_for(policy, seed=0, **shape):
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.id)
 @pytest.mark.parametrize("batch", [1, 4])
-def test_conservation(policy, batch):
+@pytest.mark.parametrize("slots", [1, 3])
+def test_conservation(policy, batch, slots, monkeypatch):
     """Bytes are copies, time runs forward, streams do one thing at a time, slots stay within the budget."""
-    workload, scene = scene_of(windows_for(policy, requests=4, positions=10), slots=3)
+    workload, scene = scene_of(windows_for(policy, requests=4, positions=10), slots, told_ms=0.5)
+    budget, in_prefills, looks = policy.slots(scene), 0, 0
+
+    def watched(function):
+        def call(slots, *arguments):
+            nonlocal looks
+            result = function(slots, *arguments)
+            check_slots(slots, budget)
+            looks += 1
+            return result
+
+        return call
+
+    def prefill(state, *arguments):
+        nonlocal in_prefills
+        before = state.copies()
+        end = real_prefill(state, *arguments)
+        in_prefills += state.copies() - before
+        return end
+
+    real_prefill = simulator._prefill
+    monkeypatch.setattr(simulator, "_prefill", prefill)
+    monkeypatch.setattr(simulator, "serve", watched(serve.serve))
+    monkeypatch.setattr(simulator, "prefetch", watched(serve.prefetch))
     found = simulate(workload, policy, scene, new_tokens=10, batch=batch, record=True)
     counts, rounds = found.hits.counts, found.rounds
     copied = [s for s in found.spans if s.work in ("prefetch", "miss", "zero-copy")]
-    in_prefills = sum(s.start_ms < found.began_ms[0] for s in copied)  # one batch begins while nothing is copied ahead
-    if batch == len(found.commits):
-        assert rounds.h2d_bytes.sum() == (len(copied) - in_prefills) * scene.costs.expert_bytes
+    assert looks > len(rounds.depth)
+    assert rounds.h2d_bytes.sum() == (len(copied) - in_prefills) * scene.costs.expert_bytes
     if policy.draft != "fewer":
         assert counts[serve.COPIES] + counts[serve.READ_THROUGH_MISSES] == len(copied)
     assert (rounds.start_ms <= rounds.drafted_ms).all() and (rounds.drafted_ms < rounds.end_ms).all()
@@ -160,6 +251,17 @@ def test_conservation(policy, batch):
     assert counts[serve.USES] >= counts[serve.USES_READY] + counts[serve.USES_IN_FLIGHT]
     assert all(0 <= rate <= 1 for rate in found.hits.rates().values() if rate == rate)
     assert all(sum(tokens for _, tokens in commits) >= 10 for commits in found.commits.values())
+
+
+def check_slots(slots, budget):
+    """No layer holds more than its slots, and a slot holds one expert."""
+    assert (slots.count == budget).all() and (slots.filled <= budget).all()
+    for layer, count in enumerate(budget):
+        resident = np.flatnonzero(slots.slot_of[layer] >= 0)
+        places = slots.slot_of[layer, resident]
+        assert len(resident) == slots.filled[layer] <= count
+        assert len(set(places)) == len(places) and (places < count).all()
+        assert (slots.expert_in[layer, places] == resident).all()
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.id)
@@ -178,7 +280,8 @@ def test_compiled_and_plain_python_agree(tmp_path):
         "from tests.plan.made import scene_of, windows_of\n"
         "rows = {}\n"
         "for p in POLICIES.values():\n"
-        "    workload, scene = scene_of(windows_of(fewer=p.draft == 'fewer', requests=2, positions=6), slots=3)\n"
+        "    workload, scene = scene_of(\n"
+        "        windows_of(fewer=p.draft == 'fewer', requests=2, positions=6), slots=3, told_ms=0.5, disk_ms=2.0, on_host=4)\n"
         "    s = simulate(workload, p, scene, new_tokens=6)\n"
         "    rows[p.id] = [s.rounds.end_ms.tolist(), s.rounds.stall_ms.tolist(), s.hits.counts.tolist()]\n"
         "json.dump(rows, sys.stdout)\n"
@@ -283,3 +386,55 @@ def test_bad_input_is_one_sentence():
         simulate(fewer, find_policy("specter"), scene, new_tokens=4)
     with pytest.raises(UserError, match="no policy 'mru': there are specter, "):
         find_policy("mru")
+
+
+class Says:
+    """A depth control that always says the same."""
+
+    def __init__(self, depth):
+        self.depth = depth
+
+    def next_depth(self):
+        return self.depth
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"new_tokens": 0}, "0 new tokens were asked for, the windows hold 12: give 1 to 12"),
+        ({"batch": 0}, "a batch of 0 requests decodes nothing: give 1 or more"),
+        ({"batch": -1}, "a batch of -1 requests"),
+        ({"requests": [99]}, r"requests \[99\] were asked for: name some of 0 to 2"),
+        ({"requests": [-1]}, r"requests \[-1\] were asked for"),
+        ({"requests": []}, r"requests \[\] were asked for"),
+        ({"requests": [1, 1]}, r"requests \[1, 1\] name one twice"),
+        ({"control": Says(-1)}, "depth -1 was asked for, windows were recorded to depth 3: give 0 to 3"),
+        ({"control": Says(2.5)}, "depth 2.5 was asked for"),
+    ],
+)
+def test_what_cannot_be_asked(arguments, message):
+    workload, scene = scene_of(windows_of(depth=3))
+    with pytest.raises(UserError, match=message):
+        simulate(workload, find_policy("specter"), scene, **{"new_tokens": 4} | arguments)
+
+
+def test_a_scene_that_cannot_be():
+    workload, scene = scene_of(windows_of(depth=3))
+    with pytest.raises(UserError, match="depth -1 was asked for"):
+        simulate(workload, find_policy("specter"), replace(scene, depth=-1), new_tokens=4)
+    with pytest.raises(UserError, match="the workload has 3 MoE layers of 8 experts, tiny has 2 of 8: make it with"):
+        simulate(workload, find_policy("lru"), scene_of(windows_of(layers=2))[1], new_tokens=4)
+
+
+@pytest.mark.parametrize("slots", [0, -3])
+@pytest.mark.parametrize("policy", [p for p in POLICIES.values() if p.slots in (equal_slots, separate_slots)],
+                         ids=lambda policy: policy.id)  # fmt: skip
+def test_no_slots_are_refused_by_every_policy_that_gets_no_others(policy, slots):
+    workload, scene = scene_of(windows_for(policy), slots)
+    with pytest.raises(UserError, match=f"a budget of {slots} slots per layer leaves layer 0 none"):
+        simulate(workload, policy, scene, new_tokens=4)
+
+
+def test_a_draft_of_its_own_weights_leaves_one_slot_where_there_is_one():
+    _, scene = scene_of(windows_of(), slots=1)
+    assert separate_slots(scene).tolist() == [1, 1, 1]

@@ -40,6 +40,7 @@ class Subject:
     prompts: tuple[str, ...]  # sources
     n_prompts: int
     n_tokens: int
+    left_out: tuple[str, ...]  # prompts that were given and are not measured, each with the reason
     prefix_tokens: int  # of each prompt, where the models go on by themselves
     seed: int
 
@@ -63,7 +64,7 @@ class DepthRow:
     accepted_per_proposed: Estimate | None
     tokens_per_round: Estimate | None
     distinct_experts: float  # per MoE layer, used by the K + 1 verified tokens
-    resident_experts: float  # of these, in an LRU cache when the round starts
+    resident_experts: float  # of these, in an LRU cache when the round starts; all of them if every expert fits
     simulated_ms_per_token: Estimate
     simulated_h2d_mb_per_round: float
 
@@ -76,6 +77,7 @@ class Prediction:
     priced_as: str  # whose bytes and FLOPs are counted
     memory_gb: float
     slots_per_layer: int  # routed experts in BF16 that fit beside the other weights, all INT4 experts and the KV cache
+    half_fit_gb: float  # GPU memory with room for half the experts of every layer
     best_depth: int  # K*; 0: plain decoding is the best
     best_depth_low: int  # 95 % range of the depths that win in resampled prompts
     best_depth_high: int
@@ -108,30 +110,34 @@ def _lines(report: Report) -> Iterator[str]:
     if about.starved_experts:
         yield f"calibration did not reach {about.starved_experts} experts"
     yield from (f"note: {note}" for note in about.notes)
+    yield from (f"left out: {prompt}" for prompt in about.left_out)
 
     yield "\nROUTING FIDELITY" + 9 * " " + f"{'prompts read by both':<28}windows written by the draft"
     for name, read in report.fidelity_teacher_forced.items():
         yield f"  {name:<22} {_share(read):<27} {_share(report.fidelity_free_running[name])}"
 
-    yield "\nEXPERT EXPLOSION, distinct experts per layer in windows of K tokens"
-    yield f"  {'K':>3}  {'prompts':<22} {'continuations':<22} uniform routing"
+    yield "\nEXPERT EXPLOSION, distinct experts per layer in windows of K tokens (n: texts that long)"
+    yield f"  {'K':>3}  {'prompts':<31} {'continuations':<31} uniform routing"
     for row in report.explosion:
-        yield f"  {row.window:>3}  {_number(row.prefill):<22} {_number(row.decode):<22} {row.uniform_routing:.1f}"
+        yield f"  {row.window:>3}  {_counted(row.prefill):<31} {_counted(row.decode):<31} {row.uniform_routing:.1f}"
 
     yield f"\nSPECULATIVE ROUNDS, greedy, after {about.prefix_tokens} tokens of each prompt"
     yield (f"  {'K':>3}  {'accepted / checked':<26} {'tokens per round':<19} {'experts':>7} {'resident':>8}"
            f"   SIMULATED ms/token    MB/round")  # fmt: skip
     for row in report.depths:
-        yield (f"  {row.depth:>3}  {_share(row.accepted_per_checked):<26} {_number(row.tokens_per_round):<19} "
+        yield (f"  {row.depth:>3}  {_share(row.accepted_per_checked):<26} {number(row.tokens_per_round):<19} "
                f"{row.distinct_experts:>7.1f} {row.resident_experts:>8.1f}   "
-               f"{_number(row.simulated_ms_per_token):<20} {row.simulated_h2d_mb_per_round:>9,.0f}")  # fmt: skip
+               f"{number(row.simulated_ms_per_token):<20} {_digits(row.simulated_h2d_mb_per_round):>9}")  # fmt: skip
     plain = next(row for row in report.depths if row.depth == 0).simulated_ms_per_token
     best = next(row for row in report.depths if row.depth == plan.best_depth).simulated_ms_per_token
     largest = ", the largest tried" if plan.best_depth == report.depths[-1].depth else ""
     yield (f"\nPREDICTED K* = {plan.best_depth}{largest} [{plan.best_depth_low}, {plan.best_depth_high}], SIMULATED: "
-           f"{best.value:.1f} ms/token, {plain.value / best.value:.2f}x plain decoding")  # fmt: skip
+           f"{_digits(best.value)} ms/token, {plain.value / best.value:.2f}x plain decoding")  # fmt: skip
     yield (f"  cost model of {plan.profile}, priced as {plan.priced_as}, {plan.memory_gb:g} GB: "
            f"{plan.slots_per_layer} of {about.num_experts} experts per layer fit")  # fmt: skip
+    if plan.slots_per_layer == about.num_experts > 1:
+        yield (f"  everything fits: nothing to offload, and no copies above; with --memory-gb {plan.half_fit_gb:.3g} half the "
+               f"experts would")  # fmt: skip
 
 
 def _share(estimate: Estimate | None) -> str:
@@ -140,5 +146,17 @@ def _share(estimate: Estimate | None) -> str:
     return f"{estimate.value:.2%} [{100 * estimate.low:.2f}, {100 * estimate.high:.2f}]"
 
 
-def _number(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else f"{estimate.value:.1f} [{estimate.low:.1f}, {estimate.high:.1f}]"
+def number(estimate: Estimate | None) -> str:
+    """An estimate with its interval."""
+    if estimate is None:
+        return "-"
+    return f"{_digits(estimate.value)} [{_digits(estimate.low)}, {_digits(estimate.high)}]"
+
+
+def _counted(estimate: Estimate | None) -> str:
+    return "-" if estimate is None else f"{number(estimate)} n = {estimate.n}"
+
+
+def _digits(value: float) -> str:
+    """One decimal, and below ten as many as three digits take: the times of a tiny model differ in the third."""
+    return f"{value:,.1f}" if abs(value) >= 10 or value == 0 else f"{value:.3g}"

@@ -10,18 +10,18 @@ simulated. A few requests stand for all, so that an answer takes a fraction of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
 
 from specter_lab.errors import UserError
 from specter_lab.experiments.specter import offload
-from specter_lab.plan.budget import fixed_bytes, scene_within
+from specter_lab.plan.budget import held_bytes, scene_within
 from specter_lab.plan.depth_control import FixedDepth, OnlineDepth, RooflineGovernor, cycle_times
 from specter_lab.plan.policies import POLICIES, find_policy
 from specter_lab.plan.policy import Policy, Scene
-from specter_lab.plan.simulate import DepthControl, simulate
+from specter_lab.plan.simulate import DepthControl, Simulation, simulate
 from specter_lab.plan.workload import Workload
 
 NEW_TOKENS = 64  # of every request
@@ -30,6 +30,7 @@ CONTEXT_TOKENS = offload.PROMPT_TOKENS + offload.NEW_TOKENS
 FIXED, GOVERNOR, ONLINE = "fixed", "governor", "online"
 CONTROLS = {FIXED: "K as it is set", GOVERNOR: "roofline governor (MoE-SpeQ)", ONLINE: "online bandit"}
 PARTS = ("draft", "compute", "stall")
+HOST_COPIES = "host copies"  # a part of the memory where GPU and host share one
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Answer:
     simulated_h2d_mb_per_token: float
     tokens_per_round: float
     mean_depth: float
-    memory_gb: dict[str, float]  # what the system holds on the GPU, by part
+    memory_gb: dict[str, float]  # what the system holds in the GPU's memory, by part
     profile_gb: float  # what the machine has
     lossy: bool
 
@@ -84,8 +85,12 @@ def setting_of(model: str, profile: str, seed: int = 0) -> Question:
 
 
 def budget_gb(question: Question) -> float:
-    """GPU memory that holds the question's slots, as its policy makes them, and everything else its system needs."""
-    return sum(_held_gb(find_policy(question.policy), _scene(question)).values())
+    """GPU memory that holds the question's slots, as its policy makes them, and everything else its system needs there.
+
+    The host's copies are no part of it, whichever memory they lie in.
+    """
+    held = _held_gb(find_policy(question.policy), _scene(question))
+    return sum(gb for part, gb in held.items() if part != HOST_COPIES)
 
 
 def slots_within(question: Question, gb: float) -> int:
@@ -104,25 +109,17 @@ def _scene(question: Question) -> Scene:
 
 
 def _held_gb(policy: Policy, scene: Scene) -> dict[str, float]:
-    """GPU memory by part."""
-    fixed = fixed_bytes(policy, scene.costs.model, CONTEXT_TOKENS)
-    held = {name.replace("_", " "): size / 1e9 for name, size in asdict(fixed).items() if size}
-    return held | {"expert slots": float(policy.slots(scene).sum() * scene.costs.model.expert_bytes / 1e9)}
+    """GPU memory by part; the host's copies of all experts are one where CPU and GPU share a memory."""
+    return {name: size / 1e9 for name, size in held_bytes(policy, scene, CONTEXT_TOKENS).items()}
 
 
 def ask(question: Question) -> Answer:
     """Simulate it.
 
     Raises:
-        UserError: no such policy, profile, model or way to control the depth; slots or a depth that cannot be.
+        UserError: as `simulated`.
     """
-    policy, traffic = find_policy(question.policy), traffic_of(question.model, question.seed)
-    scene = _scene(question)
-    _check(question, policy, scene)
-    control = _control(question, policy, traffic.history, scene)
-    found = simulate(
-        traffic.requests, policy, scene, new_tokens=NEW_TOKENS, control=control, requests=_requests(traffic.requests)
-    )
+    policy, scene, found = find_policy(question.policy), _scene(question), simulated(question)
     rounds, tokens = found.rounds, found.rounds.tokens.sum()
     whole, draft = (rounds.end_ms - rounds.start_ms).sum(), (rounds.drafted_ms - rounds.start_ms).sum()
     stall = rounds.stall_ms.sum()
@@ -139,6 +136,21 @@ def ask(question: Question) -> Answer:
         profile_gb=scene.costs.profile.memory_gb,
         lossy=policy.lossy,
     )
+
+
+def simulated(question: Question, *, record: bool = False) -> Simulation:
+    """The whole run behind an answer; with every piece of work of every stream if it is to be recorded.
+
+    Raises:
+        UserError: no such policy, profile, model or way to control the depth; slots or a depth that cannot be.
+    """
+    policy, traffic = find_policy(question.policy), traffic_of(question.model, question.seed)
+    scene = _scene(question)
+    _check(question, policy, scene)
+    return simulate(
+        traffic.requests, policy, scene, new_tokens=NEW_TOKENS, requests=_requests(traffic.requests), record=record,
+        control=_control(question, policy, traffic.history, scene),
+    )  # fmt: skip
 
 
 def _check(question: Question, policy: Policy, scene: Scene) -> None:

@@ -1,4 +1,4 @@
-"""The sliders of lab-what-if and the bars they move."""
+"""The sliders of lab-what-if."""
 
 from __future__ import annotations
 
@@ -6,67 +6,18 @@ import time
 from dataclasses import replace
 
 import ipywidgets as widgets
-import matplotlib.pyplot as plt
-import seaborn as sns
 from IPython.display import display
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from specter_lab.errors import UserError
+from specter_lab.experiments import results
 from specter_lab.experiments.lab import what_if
-from specter_lab.experiments.lab.what_if import CONTROLS, PARTS, Answer, Question
+from specter_lab.experiments.lab.what_if import CONTROLS, Answer, Question
+from specter_lab.experiments.lab.what_if_bars import draw
+from specter_lab.experiments.lab.what_if_trace import record, timeline
 from specter_lab.experiments.specter.offload import MAX_DEPTH
 from specter_lab.experiments.specter.setting import priced_as
 from specter_lab.plan.hardware import profile_names
-
-_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _BROWN = sns.color_palette("colorblind", 6)
-PART_COLORS = dict(zip(PARTS, (_BLUE, _GREEN, _ORANGE)))
-MEMORY_COLORS = {
-    "weights": "0.55",
-    "int4 pool": _BLUE,
-    "own copies": _RED,
-    "kv cache": _PURPLE,
-    "workspace": "0.8",
-    "expert slots": _GREEN,
-}
-
-
-def draw(answers: dict[str, Answer]) -> Figure:
-    """TPOT by part, stall by what hides it, and memory against what the machine has; one bar per answer."""
-    figure, (times, copies, memory) = plt.subplots(
-        1, 3, figsize=(12.5, 0.55 * len(answers) + 1.9), constrained_layout=True
-    )
-    names = list(answers)
-    _stack(times, [answer.simulated_ms for answer in answers.values()], PART_COLORS, "{:.1f}")
-    times.set(title="SIMULATED ms per token", xlabel="ms")
-    for place, answer in enumerate(answers.values()):
-        hidden = max(0.0, answer.simulated_hidden_share) if answer.simulated_h2d_mb_per_token else 0.0
-        mb = answer.simulated_h2d_mb_per_token
-        copies.barh(place, mb, color="0.85")
-        copies.barh(place, mb * hidden, color=_PURPLE)
-        copies.annotate(f" {mb:.0f} MB, {hidden:.0%} hidden", (0, place), va="center", fontsize=8)
-    copies.set(title="SIMULATED copies per token", xlabel="MB (purple: behind other work)")
-    _stack(memory, [answer.memory_gb for answer in answers.values()], MEMORY_COLORS, "{:.1f}")
-    memory.axvline(next(iter(answers.values())).profile_gb, color="black", linestyle=":", linewidth=1.2)
-    memory.set(title="GPU memory (dotted: the machine's)", xlabel="GB")
-    for axis in (times, copies, memory):
-        axis.set_yticks(range(len(names)), names if axis is times else [""] * len(names), fontsize=9)
-        axis.invert_yaxis()
-        axis.margins(x=0.14)
-        axis.grid(axis="x", alpha=0.25)
-    plt.close(figure)
-    return figure
-
-
-def _stack(axis: Axes, bars: list[dict[str, float]], colors: dict[str, object], total: str) -> None:
-    for place, parts in enumerate(bars):
-        left = 0.0
-        for name, value in parts.items():
-            axis.barh(place, value, left=left, color=colors[name], label=name)
-            left += value
-        axis.annotate(f" {total.format(left)}", (left, place), va="center", fontsize=9)
-    handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))
-    axis.legend(handles.values(), handles.keys(), fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=3)
 
 
 class Panel:
@@ -98,12 +49,14 @@ class Panel:
             layout=layout,
         )
         self.seed, self.out, self.redraw_s, self.answer = start.seed, widgets.Output(), 0.0, None
+        self.button = widgets.Button(description="timeline and Chrome trace", layout=widgets.Layout(width="200px"))
+        self.button.on_click(lambda _: self.show_trace())
         self._busy = False
         self._set_budget()
         for widget in (self.model, self.policy, self.profile, self.slots, self.depth, self.control):
             widget.observe(self._changed, "value")
         self.gb.observe(self._budget_moved, "value")
-        left = widgets.VBox([self.model, self.policy, self.profile])
+        left = widgets.VBox([self.model, self.policy, self.profile, self.button])
         right = widgets.VBox([self.slots, self.gb, self.depth, self.control])
         self.widget = widgets.VBox([widgets.HBox([left, right]), self.out])
         self.redraw()
@@ -123,6 +76,16 @@ class Panel:
                 display(figure)
                 self.redraw_s = time.perf_counter() - begun
                 print(_sentence(self.answer), f"Redrawn in {self.redraw_s:.2f} s.")
+            except UserError as error:
+                print(error)
+
+    def show_trace(self) -> None:
+        """Record the run behind the bars: its trace as a file, one of its rounds as a figure below the bars."""
+        with self.out:
+            try:
+                recorded = record(self.question())
+                display(timeline(recorded))
+                print(f"Chrome trace of the whole run, for Perfetto: {results.shown(recorded.trace)}")
             except UserError as error:
                 print(error)
 

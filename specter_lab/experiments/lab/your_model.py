@@ -20,29 +20,32 @@ from transformers import PreTrainedModel
 from specter_lab import paths
 from specter_lab.compress.checkpoint import QuantizedExperts, load_quantized
 from specter_lab.compress.quantizers import QUANTIZERS
-from specter_lab.errors import UserError
-from specter_lab.experiments.context import check_seed
+from specter_lab.experiments.lab.asked import (
+    DEPTHS,
+    NEW_TOKENS,
+    PREFIX_TOKENS,
+    Asked,
+    ask,
+    check_depth,
+    check_quantizer,
+)  # fmt: skip
 from specter_lab.experiments.lab.prediction import predict, slots_that_fit
 from specter_lab.experiments.lab.report import Estimate, ExplosionRow, Report, Subject
 from specter_lab.experiments.specter.routing import Question, quantized
 from specter_lab.experiments.specter.setting import priced_as
 from specter_lab.measure import fidelity
-from specter_lab.measure.capture import capture, check_context
+from specter_lab.measure.capture import capture
 from specter_lab.measure.decode import decode
 from specter_lab.measure.draft import free_running_draft
 from specter_lab.measure.explosion import distinct_experts, uniform_routing
-from specter_lab.measure.prompt_files import gather
-from specter_lab.measure.prompts import PROMPT_SETS, tokenize
-from specter_lab.measure.speculate import Rounds, check_length, speculative_decode
+from specter_lab.measure.prompts import PROMPT_SETS
+from specter_lab.measure.speculate import Rounds, speculative_decode
 from specter_lab.measure.trace import Trace
 from specter_lab.models.experts import with_experts
-from specter_lab.models.load import load
+from specter_lab.models.load import check_device, shown_name
 from specter_lab.plan.hardware import PAPERS_GPU, read_profile
 
-DEPTHS = (2, 4, 8, 12, 16, 24, 32)  # K, as far as the largest that is asked for, which is added
 WINDOWS = (1, 2, 4, 8, 16, 32)
-PREFIX_TOKENS = 32  # of each prompt, where the models go on by themselves; fewer when a prompt is shorter
-NEW_TOKENS = 64  # that they write then
 REQUESTS = 20  # of every source of prompts
 
 
@@ -57,7 +60,7 @@ def measure_model(
     profile: str = PAPERS_GPU,
     memory_gb: float | None = None,
     seed: int = 0,
-    device: str = "cpu",
+    device: str | None = None,
     on_step: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Routing fidelity, expert explosion, acceptance and the predicted depth K* of one model.
@@ -73,22 +76,22 @@ def measure_model(
         profile: machine of the prediction, by name (`plan.hardware`).
         memory_gb: its GPU memory in 10^9 bytes; None: all it has.
         seed: of everything drawn.
-        device: torch device; on others than the CPU the weights are BF16.
+        device: torch device, on others than the CPU the weights are BF16; None: `models.load.placement` decides.
         on_step: called with a few words when a step begins.
 
     Raises:
         UserError: whatever is wrong with model, quantiser, prompts, depth or profile.
     """
-    machine, priced = read_profile(profile), priced_as(model)
-    memory_gb = memory_gb or machine.memory_gb
-    slots_that_fit(priced, memory_gb, context_tokens=PREFIX_TOKENS + NEW_TOKENS)  # or minutes of measuring are lost
-    if not 1 <= depth <= max(DEPTHS):
-        raise UserError(f"a depth of {depth} is not measured here: give 1 to {max(DEPTHS)}")
+    if device is not None:
+        check_device(device)
+    check_depth(depth)
     check_quantizer(quantizer)
-    on_step(f"loading {model}")
-    question = ask(model, prompts, requests=requests, max_tokens=max_tokens, seed=seed, device=device)
-    prefix_tokens = common_prefix(question)
-    check_length(question.source.model, prefixes(question, prefix_tokens), NEW_TOKENS + depth)
+    machine, priced = read_profile(profile), priced_as(model)
+    memory_gb = machine.memory_gb if memory_gb is None else memory_gb
+    slots_that_fit(priced, memory_gb, context_tokens=PREFIX_TOKENS + NEW_TOKENS)  # or minutes of measuring are lost
+    on_step(f"loading {shown_name(model)}")
+    asked = ask(model, prompts, requests=requests, max_tokens=max_tokens, depth=depth, seed=seed, device=device)
+    question, prefix_tokens = asked.question, asked.prefix_tokens
     on_step(f"quantising: {quantizer}")
     experts = quantised_experts(question, quantizer)
     draft = with_experts(question.source.model, experts.banks)
@@ -102,7 +105,7 @@ def measure_model(
         rounds, plain, priced, machine, memory_gb=memory_gb, new_tokens=NEW_TOKENS, seed=seed
     )
     return Report(
-        subject=describe(question, experts, prompts, prefix_tokens),
+        subject=describe(asked, experts, prompts),
         fidelity_teacher_forced=by_definition(fidelity.compare(traces.model, traces.draft), seed),
         fidelity_free_running=by_definition(fidelity.compare(traces.verified, traces.drafted), seed),
         explosion=explosion_rows(traces.model, plain, seed),
@@ -121,51 +124,11 @@ class Traces:
     drafted: Trace  # the same, by the draft
 
 
-def ask(
-    model: str, prompts: Sequence[str], *, requests: int, max_tokens: int | None = None, seed: int = 0,
-    device: str = "cpu",
-) -> Question:  # fmt: skip
-    """Load a model and the prompts it is to read.
-
-    Raises:
-        UserError: as `measure_model`; prompts longer than the context are named.
-    """
-    check_seed(seed)
-    texts = gather(prompts, requests, seed)
-    source = load(model, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
-    question = Question(source, tokenize(texts, source.tokenizer, max_tokens), seed)
-    check_context(source.model, question.tokens, new_tokens=0)
-    return question
-
-
-def check_quantizer(name: str) -> None:
-    """Raise UserError when `name` is neither a quantiser nor anything a checkpoint could be called."""
-    if name not in QUANTIZERS and "/" not in name and not Path(name).exists():
-        raise UserError(f"no quantiser '{name}': choose one of {', '.join(QUANTIZERS)}, or give the path of a quantised "
-                        f"checkpoint")  # fmt: skip
-
-
 def quantised_experts(question: Question, quantizer: str) -> QuantizedExperts:
     """The draft's experts: made by a quantiser (from the cache, if it has them) or read from a checkpoint."""
     if quantizer in QUANTIZERS:
         return quantized(question, quantizer, paths.CACHE)
     return load_quantized(quantizer, question.source)
-
-
-def common_prefix(question: Question) -> int:
-    """Tokens of each prompt after which the models go on by themselves.
-
-    Raises:
-        UserError: fewer than two prompts, or one that is too short to go on from.
-    """
-    requests, ids = question.tokens.requests, question.tokens.ids
-    if len(requests) < 2:
-        raise UserError("one prompt has no interval: give at least 2, better 20")
-    shortest = min(range(len(ids)), key=lambda i: len(ids[i]))
-    if len(ids[shortest]) < 2:
-        raise UserError(f"prompt '{requests[shortest].id}' is a single token, which nothing can be continued from: "
-                        f"lengthen it or leave it out")  # fmt: skip
-    return min(PREFIX_TOKENS, len(ids[shortest]))
 
 
 def routing(question: Question, draft: PreTrainedModel, prefix_tokens: int, depth: int) -> Traces:
@@ -225,9 +188,9 @@ def _explosion(trace: Trace, seed: int) -> dict[int, Estimate]:
     return {k: Estimate.of(counted.interval(k, seed=seed)) for k in enough}
 
 
-def describe(question: Question, experts: QuantizedExperts, prompts: Sequence[str], prefix_tokens: int) -> Subject:
+def describe(asked: Asked, experts: QuantizedExperts, prompts: Sequence[str]) -> Subject:
     """What was measured, on what; files by name, without this machine's paths."""
-    source = question.source
+    question, source = asked.question, asked.question.source
     return Subject(
         model=source.name,
         model_digest=source.digest,
@@ -242,6 +205,7 @@ def describe(question: Question, experts: QuantizedExperts, prompts: Sequence[st
         prompts=tuple(Path(name).name for name in prompts),
         n_prompts=len(question.tokens.requests),
         n_tokens=question.tokens.num_tokens,
-        prefix_tokens=prefix_tokens,
+        left_out=asked.left_out,
+        prefix_tokens=asked.prefix_tokens,
         seed=question.seed,
     )

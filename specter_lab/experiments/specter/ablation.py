@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from specter_lab.experiments import jobs
 from specter_lab.experiments.claims import share_of_pairs_in_order
 from specter_lab.experiments.context import Context, Measured
-from specter_lab.experiments.specter import offload, routing
+from specter_lab.experiments.specter import offload, panels, routing
 from specter_lab.experiments.specter.simulated import columns
 from specter_lab.experiments.specter.simulation_rows import round_columns, slowdown, tpot_columns
 from specter_lab.models.load import shown_name
@@ -162,13 +162,27 @@ def plot(rows: pd.DataFrame) -> Figure:
     """Top: cumulative removal, the paper's bars beside ours for its model. Bottom: where the gain comes from."""
     models = _claimed_first(rows)
     figure, axes = plt.subplots(
-        2, len(models), figsize=(4.3 * len(models), 6.2), squeeze=False, height_ratios=(3, 2), constrained_layout=True
+        2,
+        len(models),
+        figsize=(0.6 + 2.9 * len(models), 6.2),
+        squeeze=False,
+        height_ratios=(3, 2),
+        constrained_layout=True,
     )
-    for (upper, lower), model in zip(axes.T, models):
+    for place, ((upper, lower), model) in enumerate(zip(axes.T, models)):
         _removal_bars(upper, rows, model)
         _worth_bars(lower, rows, model)
-    axes[0, 0].set_ylabel("simulated TPOT (ms/token)")
-    axes[1, 0].set_ylabel("change of TPOT when\nthe part goes (ms/token)")
+        panels.title(upper, place, f"{model}, high budget")
+        panels.title(lower, len(models) + place, "what a part is worth")
+    for axis in axes.flat:
+        axis.margins(y=0.12)
+        axis.tick_params(labelsize=8)
+    axes[0, 0].set_ylabel("simulated TPOT (ms/token)", fontsize=9)
+    axes[1, 0].set_ylabel("change of TPOT when\nthe part goes (ms/token)", fontsize=9)
+    handles = dict(zip(*axes[0, 0].get_legend_handles_labels()[::-1])) | dict(
+        zip(*axes[1, 0].get_legend_handles_labels()[::-1])
+    )
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
     plt.close(figure)
     return figure
 
@@ -182,19 +196,18 @@ def _removal_bars(axis: Axes, rows: pd.DataFrame, model: str) -> None:
             found[["simulated_tpot_ms", "simulated_tpot_ms_ci_low", "simulated_tpot_ms_ci_high"]].to_numpy().T
         )
         axis.bar(place + shift, value, 0.38, yerr=(value - low, high - value), color=color, capsize=2, error_kw={"linewidth": 0.8},
-                 label=f"ours, without SIC {depth}")  # fmt: skip
+                 label=f"ours, {depth} without SIC")  # fmt: skip
         for x, height, top in zip(place + shift, value, high):
             axis.annotate(f"{height:.0f}", (x, top), ha="center", va="bottom", fontsize=8)
     if _family(rows, model) == CLAIMED:
         axis.plot(place, list(PAPER_MS.values()), "k*", markersize=10, label="the paper (measured)")
-        axis.set_ylim(top=175)
     fast = chosen(rows, FAST, model)["simulated_tpot_ms"].iloc[0]
     axis.plot([-0.45, 0.45], [fast, fast], color="black", linewidth=1.2, linestyle=":", label="full, PIO in fast mode")
-    axis.set_xticks(place, labels, fontsize=9)
-    axis.set_title(f"{model}, high budget")
+    axis.errorbar(
+        [], [], yerr=[], color="black", capsize=2, linewidth=0.8, linestyle="none", label="95 % interval over requests"
+    )
+    axis.set_xticks(place, labels)
     axis.grid(axis="y", alpha=0.25)
-    if model == _claimed_first(rows)[0]:
-        axis.legend(fontsize=8, loc="upper left")
 
 
 def _worth_bars(axis: Axes, rows: pd.DataFrame, model: str) -> None:
@@ -205,9 +218,7 @@ def _worth_bars(axis: Axes, rows: pd.DataFrame, model: str) -> None:
     axis.bar(place + 0.2, found["simulated_gain_ms"], 0.38, color=green, label="Shapley value")
     if _family(rows, model) == CLAIMED:
         steps = np.diff(list(PAPER_MS.values()))
-        axis.plot(place - 0.2, steps, "k*", markersize=9, label="the paper")
-        axis.set_ylim(top=52)
-        axis.legend(fontsize=8, loc="upper left", ncols=3, handletextpad=0.4, columnspacing=1)
+        axis.plot(place - 0.2, steps, "k*", markersize=9)
     axis.axhline(0, color="black", linewidth=0.6)
     axis.set_xticks(place, REMOVED)
     axis.grid(axis="y", alpha=0.25)

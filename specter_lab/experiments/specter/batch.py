@@ -26,13 +26,12 @@ from specter_lab.experiments.specter.batch_figure import (
     curve,
     plot,
 )
+from specter_lab.experiments.specter.layer_systems import LAYER_SYSTEMS, TRANSFORMERS
 from specter_lab.experiments.specter.offload import Traffic
 from specter_lab.experiments.specter.setting import BUDGETS
 from specter_lab.experiments.specter.simulation_rows import per_request
 from specter_lab.models.load import shown_name
 from specter_lab.plan import serve
-from specter_lab.plan.cost import verify_ms
-from specter_lab.plan.layer_offload import transformers_ms
 from specter_lab.plan.policy import Policy, Scene
 from specter_lab.plan.simulate import simulate
 
@@ -71,14 +70,11 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
 
 def layer_offload_row(scene: Scene, batch: int, distinct_experts: float, budget_bytes: int) -> dict:
     """Transformers: what it moves for one token serves the whole batch; computing is charged for `batch` tokens."""
-    costs = scene.costs
-    model, profile, context = costs.model, costs.profile, batch * costs.context_tokens
-    moved_ms = transformers_ms(model, profile, budget_bytes, context) - verify_ms(
-        model, profile, 1, model.top_k, context
-    )
-    ms = moved_ms + verify_ms(model, profile, batch, distinct_experts, context)
+    costs, system = scene.costs, LAYER_SYSTEMS[TRANSFORMERS]
+    context = batch * costs.context_tokens
+    ms = system.ms(costs.model, costs.profile, budget_bytes, context, tokens=batch, distinct_experts=distinct_experts)
     clocks = (REQUEST_CLOCK, "simulated_tpot_steady_ms", "simulated_tpot_decode_ms", BATCH_CLOCK)
-    row = {"system": "transformers", "title": "Transformers, layer offload", "lossy": False, "batch": batch}
+    row = {"system": system.id, "title": system.title, "lossy": False, "batch": batch}
     row |= {clock: round(ms, 3) for clock in clocks} | {THROUGHPUT: round(batch / ms * 1e3, 3)}
     return row | {WORKING_SET: distinct_experts, "tokens_per_round": float(batch)}
 

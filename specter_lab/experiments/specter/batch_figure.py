@@ -8,7 +8,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from specter_lab.experiments.specter import simulated
+from specter_lab.experiments.specter import panels, simulated
 from specter_lab.experiments.specter.setting import priced_as
 
 REQUEST_CLOCK, BATCH_CLOCK = "simulated_tpot_ms_per_request", "simulated_tpot_ms_of_batch"
@@ -31,9 +31,9 @@ def plot(rows: pd.DataFrame) -> Figure:
     colors = dict(zip(systems, sns.color_palette("colorblind", len(systems))))
     titles, batches = simulated.titles(rows), sorted(rows["batch"].unique())
     figure, axes = plt.subplots(
-        3, len(models), figsize=(1.2 + 3.4 * len(models), 8), squeeze=False, sharex=True, constrained_layout=True
+        3, len(models), figsize=(1.2 + 2.2 * len(models), 7.4), squeeze=False, sharex=True, constrained_layout=True
     )
-    for column, model in zip(axes.T, models):
+    for place, (column, model) in enumerate(zip(axes.T, models)):
         tpot, throughput, working_set = column
         family = rows.loc[rows["model"] == model, "family"].iloc[0]
         for system, color in colors.items():
@@ -48,12 +48,15 @@ def plot(rows: pd.DataFrame) -> Figure:
                     axis.plot(32, value, "*", color=color, mfc="white", markersize=12, linestyle="none", zorder=4)
         working_set.axhline(priced_as(model).num_experts, color="0.4", linestyle=":", linewidth=1)
         working_set.annotate("all experts", (1, priced_as(model).num_experts), fontsize=7, color="0.35", va="bottom")
-        tpot.set(title=model, yscale="log")
+        tpot.set(yscale="log")
         throughput.set(yscale="log")
-        working_set.set(ylim=(0, priced_as(model).num_experts * 1.1), xscale="log", xlabel="requests in the batch, B")
+        working_set.set(ylim=(0, priced_as(model).num_experts * 1.1), xscale="log")
+        working_set.set_xlabel("requests in the batch, B", fontsize=8)
         working_set.set_xticks(batches, batches)
         working_set.minorticks_off()
-        for axis in column:
+        for row, axis in enumerate(column):
+            panels.title(axis, row * len(models) + place, model if axis is tpot else "")
+            axis.tick_params(labelsize=7.5)
             axis.grid(alpha=0.25)
         for axis in (tpot, throughput):
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -61,11 +64,11 @@ def plot(rows: pd.DataFrame) -> Figure:
             axis.yaxis.set_minor_formatter(NullFormatter())
     for axis, label in zip(axes[:, 0], ("TPOT, ms per token\n(simulated)", "tokens per s\n(simulated)",
                                         "distinct experts\nper layer and pass")):  # fmt: skip
-        axis.set_ylabel(label)
+        axis.set_ylabel(label, fontsize=8)
     first = axes[0, 0]
     first.plot([], [], "-", color="0.3", label="a request's clock")
     first.plot([], [], "--", color="0.3", label="the batch's clock: B / throughput")
     first.plot([], [], "*", color="0.3", mfc="white", markersize=12, linestyle="none", label="the paper, B = 32")
-    figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5)
     plt.close(figure)
     return figure

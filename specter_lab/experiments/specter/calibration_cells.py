@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+
+import numpy as np
 
 from specter_lab.experiments.specter.ablation import PAPER_MS as ABLATION_MS
 from specter_lab.experiments.specter.ablation import SHALLOW, policy_with, removals
 from specter_lab.experiments.specter.dilution import diluted, perfect
 from specter_lab.experiments.specter.hit_rate import SLOTS
+from specter_lab.experiments.specter.layer_systems import LAYER_SYSTEMS
 from specter_lab.experiments.specter.offload import NEW_TOKENS, PROMPT_TOKENS, Traffic, scene
 from specter_lab.experiments.specter.robustness import PAPER_MS as ROBUSTNESS_MS
 from specter_lab.experiments.specter.setting import BUDGETS
 from specter_lab.experiments.specter.tpot_figure import IN_ORDER
 from specter_lab.experiments.specter.tpot_figure import PAPER as TPOT_MS
 from specter_lab.plan.hardware import Profile
-from specter_lab.plan.layer_offload import transformers_ms, vllm_ms
 from specter_lab.plan.policies import POLICIES
 from specter_lab.plan.policy import Policy, Scene
 from specter_lab.plan.serve import PassCosts
@@ -27,10 +28,6 @@ TPOT, THROUGHPUT, HIT_RATE = "TPOT, ms/token", "throughput, tokens/s", "hit rate
 HIDDEN, H2D, EXPOSED = "hidden share of copies", "copies, ms per round", "exposed copies, ms per round"
 BATCH = 32
 CONTEXT_TOKENS = PROMPT_TOKENS + NEW_TOKENS // 2  # as `offload.scene` has it
-LAYER_OFFLOAD = {
-    "transformers": partial(transformers_ms, pinned=True),
-    "vllm": vllm_ms,
-}  # every offloaded weight, at the link's speed
 HIT_DEFINITION = "token-weighted"  # as specter-hit-rate is judged
 
 
@@ -65,7 +62,7 @@ class Setup:
     """One simulation that cells read numbers off."""
 
     family: str
-    system: str  # id of a policy, a step of the ablation, or one of LAYER_OFFLOAD
+    system: str  # id of a policy, a step of the ablation, or one of LAYER_SYSTEMS
     slots: int | None = None  # per layer; None: the high budget's
     batch: int = 1
     precision: float | None = None  # of a diluted lookahead
@@ -155,14 +152,16 @@ def run_setup(
 ) -> Simulation | float:
     """Simulate one set-up; `per_set` requests of every prompt set (batches: BATCH requests in turn), or all.
 
-    Systems that offload layers are no policies: their milliseconds per token, whatever the batch.
+    Systems that offload layers are no policies: the milliseconds of one step, as specter-tpot and specter-batch have them.
     """
     profile = replace(profile, launch_us=fitted.launch_us)
-    if setup.system in LAYER_OFFLOAD:
+    if setup.system in LAYER_SYSTEMS:
         budget_bytes = int(BUDGETS[setup.family].high_gb * 1e9)
         link = replace(profile.h2d, gb_s=tuple(gb_s * fitted.demand_share for gb_s in profile.h2d.gb_s))
-        profile = replace(profile, h2d=link)
-        return LAYER_OFFLOAD[setup.system](scene(traffic).costs.model, profile, budget_bytes, CONTEXT_TOKENS)
+        where = (scene(traffic).costs.model, replace(profile, h2d=link), budget_bytes, setup.batch * CONTEXT_TOKENS)
+        requests = chosen_requests(traffic.requests, setup.batch, None)
+        distinct = working_set(traffic.requests, requests, NEW_TOKENS)
+        return LAYER_SYSTEMS[setup.system].ms(*where, tokens=setup.batch, distinct_experts=distinct)
     policy, workload, where = _parts(setup, traffic, seed)
     shares = {"demand_share": fitted.demand_share, "prefetch_share": fitted.prefetch_share}
     costs = FittedCosts(where.costs.model, profile, where.costs.fused, where.costs.context_tokens, **shares)
@@ -182,6 +181,15 @@ def chosen_requests(workload: Workload, most: int | None, per_set: int | None) -
         turns.append((seen[name], request))
     in_turn = [request for turn, request in sorted(turns) if most or per_set is None or turn < per_set]
     return in_turn[:most]
+
+
+def working_set(workload: Workload, requests: list[int], new_tokens: int) -> float:
+    """Distinct experts per layer and pass of plain decoding, these requests in lockstep: measured."""
+    routed = workload.decoding()[requests, :new_tokens]  # [B, N, L, k]
+    used = np.zeros((*routed.shape[1:3], workload.windows.num_experts), bool)  # [N, L, E]
+    for of_request in routed:
+        np.put_along_axis(used, of_request, True, axis=-1)
+    return float(used.sum(axis=-1).mean())
 
 
 def _parts(setup: Setup, traffic: Traffic, seed: int) -> tuple[Policy, Workload, Scene]:

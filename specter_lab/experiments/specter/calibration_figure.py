@@ -8,6 +8,8 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
+from specter_lab.experiments.specter import panels
+
 EXPERIMENTS = (
     "specter-tpot",
     "specter-batch",
@@ -24,8 +26,8 @@ def plot(rows: pd.DataFrame) -> Figure:
     mine = rows[(rows["row"] == "cell") & rows["simulated_uncalibrated"].notna()].reset_index(drop=True)
     blue, orange = sns.color_palette("colorblind", 2)
     half = (len(mine) + 1) // 2
-    figure, axes = plt.subplots(1, 2, figsize=(13, 0.21 * half + 1.3), constrained_layout=True)
-    for axis, part in zip(axes, (mine.iloc[:half], mine.iloc[half:])):
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 0.19 * half + 1.4), constrained_layout=True)
+    for letter, (axis, part) in enumerate(zip(axes, (mine.iloc[:half], mine.iloc[half:]))):
         place = np.arange(len(part))[::-1]
         before, after = (part[f"simulated_{name}"] / part["paper"] for name in ("uncalibrated", "calibrated"))
         colors = [orange if held == "held out" else blue for held in part["half"]]
@@ -35,13 +37,15 @@ def plot(rows: pd.DataFrame) -> Figure:
         axis.axvspan(1 - BOUND, 1 + BOUND, color="0.9", zorder=0, linewidth=0)
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_xscale("log", base=2)
-        axis.set_xlim(0.22, 7)
-        axis.set_xticks((0.25, 0.5, 1, 2, 4), ("1/4", "1/2", "1", "2", "4"))
+        axis.set_xlim(0.22, 9)
+        axis.set_xticks((0.25, 0.5, 1, 2, 4, 8), ("1/4", "1/2", "1", "2", "4", "8"))
         units = part["quantity"].str.split(",").str[0].str.replace("hidden share of copies", "hidden share")
         axis.set_yticks(place, [f"{row.experiment.removeprefix('specter-')}: {row.cell}, {unit}"
-                                for row, unit in zip(part.rename(columns={"name": "cell"}).itertuples(), units)], fontsize=7.5)  # fmt: skip
+                                for row, unit in zip(part.rename(columns={"name": "cell"}).itertuples(), units)], fontsize=7)  # fmt: skip
         axis.set_ylim(-0.7, len(part) - 0.3)
-        axis.set_xlabel("simulated value over the paper's")
+        axis.set_xlabel("simulated value over the paper's", fontsize=8)
+        panels.title(axis, letter, "")
+        axis.tick_params(axis="x", labelsize=8)
         axis.grid(axis="x", alpha=0.25)
     handles = [
         axes[0].scatter([], [], s=28, facecolors="white", edgecolors="0.3", label="nothing fitted"),
@@ -50,6 +54,6 @@ def plot(rows: pd.DataFrame) -> Figure:
         axes[0].scatter([], [], s=28, c=[orange], label="cell held out"),
         plt.Rectangle((0, 0), 1, 1, color="0.9", label=f"within {BOUND:.0%}"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8)
     plt.close(figure)
     return figure

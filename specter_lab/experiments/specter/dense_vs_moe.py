@@ -169,46 +169,56 @@ def curve(rows: pd.DataFrame, model: str, side: str, budget: str = "high") -> pd
 
 
 def plot(rows: pd.DataFrame) -> Figure:
-    """Left: gain on the target's side, dense and MoE. Right: gain of the whole round. High solid, low dashed."""
+    """A panel per model, one scale for all MoEs: gains of both sides. High budget solid with its interval, low dashed."""
     models = list(dict.fromkeys(rows["model"]))
-    colors = dict(zip(models, ["black", *sns.color_palette("colorblind", len(models) - 1)]))
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), constrained_layout=True)
-    panels = (
-        (TARGET, models, "target side: draft free, nothing hidden"),
-        (TARGET, models[1:], "target side, MoE only"),
-        (WHOLE, models, "whole round: draft charged, copies hidden"),
+    columns = min(4, len(models))
+    lines = -(-len(models) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(3.3 * columns, 3.5 * lines), squeeze=False, constrained_layout=True
     )
-    for axis, (side, shown, title) in zip(axes, panels):
-        for model in shown:
+    colors = dict(zip((TARGET, WHOLE), sns.color_palette("colorblind", 2)))
+    gains = rows[rows["quantity"] == GAIN]
+    tops = 1.1 * gains.groupby(gains["model"] == DENSE)[ESTIMATE[2]].max()  # by whether it is the dense model
+    for axis, model in zip(axes.flat, models):
+        for side, color in colors.items():
             for budget, style in (("high", "-"), ("low", "--")):
                 points = curve(rows, model, side, budget)
                 gain, low, high = points[ESTIMATE].to_numpy().T
-                axis.plot(points.index, gain, style, color=colors[model], marker="o", markersize=3,
-                          label=model if budget == "high" else None)  # fmt: skip
-                axis.fill_between(points.index, low, high, color=colors[model], alpha=0.12, linewidth=0)
-        axis.set(title=title, xlabel="depth K", xticks=range(0, 33, 4))
+                axis.plot(points.index, gain, style, color=color, marker="o", markersize=3, label=f"{side}, {budget} budget")
+                if budget == "high":
+                    axis.fill_between(points.index, low, high, color=color, alpha=0.15, linewidth=0)
         axis.axhline(1, color="0.6", linewidth=0.8)
+        axis.set(title=model, xlabel="depth K", xticks=range(0, 33, 8), ylim=(0, tops[model == DENSE]))
         axis.grid(alpha=0.25)
-    axes[0].set_ylabel("simulated gain over plain decoding (x)")
-    axes[0].legend(fontsize=8, title="solid: high budget, dashed: low", title_fontsize=8)
+    for axis in axes.flat[len(models) :]:
+        axis.axis("off")
+    axes[0, 0].set_ylabel("simulated gain over plain decoding (x)")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     plt.close(figure)
     return figure
 
 
-def claims(rows: pd.DataFrame) -> list[Measured]:
-    """The shape of the dense curve, and of the least saturated MoE curve, on the target's side at the high budget."""
-    shapes = rows[(rows["budget"] == "high") & (rows["quantity"] != GAIN)]
-    shapes = shapes.set_index(["quantity", "side", "model"]).sort_index()
+def shapes(rows: pd.DataFrame, side: str = TARGET) -> pd.DataFrame:
+    """The numbers that describe the curves of one side, by quantity, model and budget."""
+    found = rows[(rows["side"] == side) & (rows["quantity"] != GAIN)]
+    return found.set_index(["quantity", "model", "budget"]).sort_index()
 
-    def measured(name: str, quantity: str, model: str, note: str) -> Measured:
-        row, whole = (shapes.loc[(quantity, side, model)] for side in (TARGET, WHOLE))
+
+def claims(rows: pd.DataFrame) -> list[Measured]:
+    """Of both budgets the worse: the least straight dense curve and the least saturated MoE curve, on the target's side."""
+    of_target, of_whole = shapes(rows), shapes(rows, WHOLE)
+
+    def measured(name: str, quantity: str, worst: tuple[str, str], note: str) -> Measured:
+        row, whole = (found.loc[(quantity, *worst)] for found in (of_target, of_whole))
         return Measured(
             f"specter-dense-vs-moe/{name}", *map(float, row[ESTIMATE]), n=int(row["n_requests"]), simulated=True,
-            note=f"{note}draft not charged; of the whole round {whole['simulated_value']:.3g}",
+            note=f"{note}{worst[1]} budget, the worse of the two; draft not charged; of the whole round "
+                 f"{whole['simulated_value']:.3g}",
         )  # fmt: skip
 
-    found = [measured("dense-linear", STRAIGHTNESS, DENSE, "")]
-    moe = shapes.loc[(SLOPES, TARGET)].drop(DENSE)["simulated_value"]
+    straight, slopes = (of_target.loc[quantity, "simulated_value"] for quantity in (STRAIGHTNESS, SLOPES))
+    moe = slopes.drop(DENSE, level="model")
+    found = [measured("dense-linear", STRAIGHTNESS, (DENSE, straight[DENSE].idxmin()), "")]
     if len(moe):
-        found.append(measured("moe-saturates", SLOPES, moe.idxmax(), f"largest: {moe.idxmax()}; "))
+        found.append(measured("moe-saturates", SLOPES, moe.idxmax(), f"largest: {moe.idxmax()[0]}; "))
     return found

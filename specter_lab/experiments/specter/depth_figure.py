@@ -8,6 +8,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from specter_lab.experiments.specter.setting import BUDGETS
 from specter_lab.measure.acceptance import expected_accepted
@@ -20,6 +21,7 @@ QUANTIZER, PREFIX, TPOT, BEST = "quantizer", "prefix length", "tpot", "best dept
 
 PAPER_ACCEPTANCE = 0.9663  # Specter [S]: accepted over checked
 DEFINITIONS = {"paper": "-", "steady": "--", "decode": ":"}  # of TPOT -> line style
+ACCEPTANCE_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
 PAPER_BEST = {family: budget.depth for family, budget in BUDGETS.items()}
 OUR_STAR = {"marker": "*", "markersize": 8, "linestyle": "none"}
 PAPER_STAR = {"marker": "*", "markersize": 15, "linestyle": "none", "mfc": "white"}
@@ -42,6 +44,7 @@ def plot(rows: pd.DataFrame) -> Figure:
         panel(axis, rows, colors)
         axis.grid(alpha=0.25)
     for axis in axes[1]:
+        _acceptance_scale(axis)
         axis.axhline(PAPER_ACCEPTANCE, color="0.4", linewidth=0.8, linestyle=":")
     axes[1, 1].annotate("paper: 0.9663", (0.99, PAPER_ACCEPTANCE), xycoords=("axes fraction", "data"), fontsize=9,
                         color="0.35", ha="right", va="bottom")  # fmt: skip
@@ -117,9 +120,9 @@ def _tpot(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
         ylabel="simulated TPOT, ms",
         yscale="log",
     )
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("{x:g}")
-    axis.tick_params(axis="y", which="minor", labelsize=8)
 
 
 def _prompt_sets(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
@@ -134,6 +137,14 @@ def _quantizers(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
     axis.set(title="e  By the draft's quantiser")
 
 
+def _acceptance_scale(axis: Axes) -> None:
+    """One scale for all panels of accepted / checked, which tells 0.98 from 0.99 as well as 0.7 from 0.8."""
+    axis.set_yscale("logit", nonpositive="clip")
+    axis.set_ylim(0.5, 0.999)
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.set_yticks(ACCEPTANCE_TICKS, [f"{tick:g}" for tick in ACCEPTANCE_TICKS])
+
+
 def _dots(axis: Axes, rows: pd.DataFrame, items: tuple, colors: dict) -> None:
     """One dot per item and model, side by side."""
     for i, (model, color) in enumerate(colors.items()):
@@ -146,10 +157,13 @@ def _dots(axis: Axes, rows: pd.DataFrame, items: tuple, colors: dict) -> None:
 
 
 def _prefixes(axis: Axes, rows: pd.DataFrame, colors: dict) -> None:
-    for model, color in colors.items():
+    for i, (model, color) in enumerate(colors.items()):
         part = chosen(rows, PREFIX, model=model)
-        _points(axis, part["item"].astype(int), part, "accepted_per_checked", color=color, marker="o", label=model)
+        beside = 1.07 ** (i - (len(colors) - 1) / 2)  # on the log axis, so that intervals do not cover each other
+        x = beside * part["item"].astype(int)
+        _points(axis, x, part, "accepted_per_checked", color=color, marker="o", linewidth=1, label=model)
     lengths = chosen(rows, PREFIX)["item"].astype(int).unique()
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, lengths)
+    axis.xaxis.set_minor_locator(NullLocator())
     axis.set(title="f  By prefix length", xlabel="prompt tokens")

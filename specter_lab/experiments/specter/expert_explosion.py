@@ -156,6 +156,8 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
 
     def measured(name: str, window: int, scale: float = 1.0) -> Measured:
         value, low, high = sampled.loc[window, ["value", "ci_low", "ci_high"]].astype(float) / scale
+        if window == 1:
+            return Measured(name, value, n=n, note="the model's top-k: one token always uses as many")
         note = f"sampled continuation; greedy {greedy.loc[window, 'value'] / scale:.3g}"
         return Measured(name, value, low, high, n=n, note=note)
 

@@ -6,7 +6,7 @@ reported; the artifact's own low budget, 18 GB, has four, so the two do not lie 
 
 Claims are judged on "token-weighted": one access is one token's use of one expert, found ready or not. It was chosen before
 any run, because it is what an LRU hit rate of plain decoding counts, and the paper puts its windows in one table with that.
-Beside every definition stands its ceiling: the most that any contents of the slots could give, chosen knowing the window.
+Beside every rate stands its ceiling (`hit_ceilings`): what no policy of its kind could exceed with the same slots.
 Two numbers are no hit rates: "slots used", the share of all slots whose expert the verification uses, and "prefetch
 precision", the share of prefetched copies that lie there when they are needed. Both fall when there are more slots, as the
 paper's numbers for Specter do; a hit rate rises.
@@ -17,6 +17,7 @@ Every request is simulated by itself, from empty slots that its own prompt fills
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -25,8 +26,8 @@ import pandas as pd
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import offload, routing, simulated
+from specter_lab.experiments.specter.hit_ceilings import ceilings, demand_ceiling
 from specter_lab.experiments.specter.hit_rate_figure import (
-    DRAFT_COUNTED,
     GB,
     JUDGED,
     PRECISION,
@@ -42,7 +43,6 @@ from specter_lab.plan import serve
 from specter_lab.plan.hits import Hits
 from specter_lab.plan.policy import Policy, Scene
 from specter_lab.plan.simulate import simulate
-from specter_lab.plan.workload import Workload
 
 __all__ = ["claims", "inputs", "plot", "run"]
 
@@ -71,17 +71,20 @@ def budgets(model: str) -> dict[str, int]:
 def measure(model: str, digest: str, seed: int) -> jobs.Rows:
     """All rows of one model. `digest` is here to name what it reads in the cache key."""
     rows = []
+    demand = demand_ceiling(offload.traffic(model, seed).requests, offload.NEW_TOKENS)
     for policy, traffic in simulated.systems(model, seed):
         for budget, slots in budgets(model).items():
             scene = offload.scene(traffic, slots=slots)
             base = {"model": shown_name(model), "family": routing.family(model), "budget": budget}
             base |= {"slots_per_layer": slots} | simulated.name(policy)
-            rows += [base | row for row in hit_rows(policy, traffic, scene, seed)]
+            rows += [base | row for row in hit_rows(policy, traffic, scene, demand, seed)]
     return rows
 
 
-def hit_rows(policy: Policy, traffic: Traffic, scene: Scene, seed: int) -> jobs.Rows:
-    """One row per definition, for one system at one budget."""
+def hit_rows(
+    policy: Policy, traffic: Traffic, scene: Scene, demand: Callable[[np.ndarray], float], seed: int
+) -> jobs.Rows:
+    """One row per definition, for one system at one budget; `demand` is the ceiling without a draft."""
     runs = [
         simulate(traffic.requests, policy, scene, new_tokens=offload.NEW_TOKENS, requests=[request])
         for request in range(traffic.requests.requests)
@@ -96,7 +99,7 @@ def hit_rows(policy: Policy, traffic: Traffic, scene: Scene, seed: int) -> jobs.
         rates(replace(runs[0].hits, counts=summed, draft_uses=uses, draft_uses_ready=ready), passes * slots)
         for summed, (uses, ready, passes) in zip(drawn @ counts, drawn @ others)
     ])  # fmt: skip
-    ceiling = ceilings(traffic.requests, policy, scene)
+    ceiling = ceilings(traffic.requests, policy, scene, demand, offload.NEW_TOKENS)
     rows = []
     for definition, column in values.items():
         if np.isfinite(column[0]):
@@ -114,40 +117,6 @@ def rates(hits: Hits, slots: float) -> dict[str, float]:
     return hits.rates() | {SLOTS_USED: ready / slots, PRECISION: used / prefetched if prefetched else float("nan")}
 
 
-def ceilings(workload: Workload, policy: Policy, scene: Scene) -> dict[str, float]:
-    """By definition, what slots filled with the best experts of every window and layer would give: measured.
-
-    In flight or ready makes no difference to it. A token-step hit is a hit for each of its uses, so "token-step" has the
-    ceiling of "token-weighted". Nothing for policies that verify with fewer experts than are needed.
-    """
-    if policy.verify_experts is not None:
-        return {}
-    slots, depth = policy.slots(scene), policy.depth_in(scene)
-    held, needed, held_uses, uses, draft_uses = 0, 0, 0, 0, 0
-    for request in range(workload.requests):
-        position = 0
-        while position < offload.NEW_TOKENS:
-            now = workload.round([request], [position], depth)
-            distinct, best = best_contents(now.needs, slots)
-            held, needed = held + distinct, needed + len(now.needs.experts)
-            held_uses, uses = held_uses + best, uses + int(now.needs.uses.sum())
-            draft_uses += now.drafted.size
-            position += now.accepted[0] + 1
-    shares = {"distinct": held / needed, "token-weighted": held_uses / uses}
-    in_flight = {f"{definition}, in flight counted": share for definition, share in shares.items()}
-    counted = {DRAFT_COUNTED: (held_uses + draft_uses) / (uses + draft_uses), "token-step": shares["token-weighted"]}
-    return shares | in_flight | counted
-
-
-def best_contents(needs: serve.Needs, slots: np.ndarray) -> tuple[int, int]:
-    """Of one window, the experts that `slots` [L] can hold, and the most uses they can have."""
-    per_layer = np.diff(needs.first)  # [L]
-    layer = np.repeat(np.arange(len(slots)), per_layer)
-    order = np.lexsort((-needs.uses, layer))
-    rank = np.arange(len(order)) - needs.first[layer]
-    return int(np.minimum(per_layer, slots).sum()), int(needs.uses[order][rank < slots[layer]].sum())
-
-
 def claims(rows: pd.DataFrame) -> list[Measured]:
     """DeepSeek's hit rates by the definition chosen beforehand; the others are in the note."""
     model = simulated.model_of(rows, "deepseek")
@@ -162,7 +131,8 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
     above = [f"{system} at {gb} GB" for system, gb in others if judged[system, gb] > judged["specter", gb]]
     note = f"higher: {', '.join(above)}" if above else ""
     share = 1 - len(above) / len(others)
-    return [*found, Measured("specter-hit-rate/specter-best", share, n=len(others), simulated=True, note=note)]
+    best = Measured("specter-hit-rate/specter-best", share, n=len(others), simulated=True, note=note, aside=note)
+    return [*found, best]
 
 
 def _measured(name: str, table: pd.DataFrame) -> Measured:

@@ -9,29 +9,21 @@ Times are simulated on the paper's GPU; what each round copies follows from the 
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import seaborn as sns
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from specter_lab.experiments import jobs
 from specter_lab.experiments.claims import share_of_pairs_in_order
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import offload, routing, simulated
+from specter_lab.experiments.specter.io_hiding_figure import HIDDEN, PAPER, SYSTEMS, plot
 from specter_lab.experiments.specter.setting import slots_of
 from specter_lab.measure.bootstrap import ratio_interval
 from specter_lab.models.load import shown_name
 from specter_lab.plan.simulate import Simulation, simulate
 
-SYSTEMS = ("specter", "specter-fast", "specmoeoff", "sp-e", "sp-l")  # those that prefetch while they draft
-PAPER = {"deepseek": 0.555, "qwen": 0.605, "phi": 0.224}  # Specter [S]: family -> share hidden
-PAPER_PHI_MS = {"total": 2089.2, "exposed": 1621.3}
-HIDDEN = "simulated_hidden_share"
-PARTS = {  # of a round on the compute stream
-    "simulated_draft_ms": "draft", "simulated_exposed_ms": "waiting for copies", "simulated_verify_ms": "verification",
-}  # fmt: skip
+__all__ = ["claims", "inputs", "plot", "run"]
+
 inputs = routing.inputs_of
 
 
@@ -70,69 +62,6 @@ def hiding_row(simulation: Simulation, layers: int, seed: int) -> dict:
     row = {"n_requests": len(stall)} | simulated.columns(HIDDEN, ratio_interval(copies - stall, copies, seed=seed), 4)
     row |= {name: round(float(values.mean()), 3) for name, values in per_round.items()}
     return row | simulated.per_round([simulation], layers)
-
-
-def plot(rows: pd.DataFrame) -> Figure:
-    """Left: hidden share by model, budget and system, with the paper's. Others: one round on both streams, per model."""
-    models = list(dict.fromkeys(rows["model"]))
-    figure, axes = plt.subplots(
-        1, 1 + len(models), figsize=(4.4 + 3.5 * len(models), 4.1), width_ratios=[1.35, *[1] * len(models)], constrained_layout=True
-    )  # fmt: skip
-    _shares(axes[0], rows, models)
-    for axis, model in zip(axes[1:], models):
-        _round(axis, rows[(rows["model"] == model) & (rows["budget"] == "high")])
-    for axis in axes[2:]:
-        axis.set_yticklabels([])
-    handles = {label: bar for axis in axes[1:] for bar, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower right", ncols=len(handles), fontsize=8)
-    plt.close(figure)
-    return figure
-
-
-def _shares(axis: Axes, rows: pd.DataFrame, models: list[str]) -> None:
-    systems = [system for system in SYSTEMS if system in set(rows["system"])]
-    colors = dict(zip(systems, sns.color_palette("colorblind", len(systems))))
-    titles = simulated.titles(rows)
-    for i, model in enumerate(models):
-        for j, system in enumerate(systems):
-            for budget, shift in (("high", -0.04), ("low", 0.04)):
-                row = rows[(rows["model"] == model) & (rows["system"] == system) & (rows["budget"] == budget)].iloc[0]
-                ends = np.abs(row[[f"{HIDDEN}_ci_low", f"{HIDDEN}_ci_high"]].astype(float) - row[HIDDEN])
-                axis.errorbar(
-                    i + 0.16 * (j - (len(systems) - 1) / 2) + shift, row[HIDDEN], yerr=ends.to_numpy()[:, None], fmt="o",
-                    color=colors[system], mfc=colors[system] if budget == "high" else "white", markersize=5, capsize=2,
-                    label=titles[system] if i == 0 and budget == "high" else None,
-                )  # fmt: skip
-        reported = PAPER.get(rows.loc[rows["model"] == model, "family"].iloc[0])
-        if reported is not None:
-            axis.plot([i - 0.42, i + 0.42], [reported] * 2, color="black", linestyle=":", linewidth=1.2)
-            axis.annotate(f"paper {reported:.1%}", (i + 0.42, reported), fontsize=7, ha="right", va="bottom")
-    axis.set_xticks(range(len(models)), models)
-    axis.set(ylim=(0, 0.78), ylabel="share of copy time hidden, simulated", title="a  Hidden (● high budget, ○ low)")
-    axis.legend(fontsize=7, loc="upper left", ncols=2)
-    axis.grid(alpha=0.25, axis="y")
-
-
-def _round(axis: Axes, rows: pd.DataFrame) -> None:
-    """One mean round per system: what compute does above, what the link does below."""
-    rows = rows.set_index("system").reindex([s for s in SYSTEMS if s in set(rows["system"])])
-    blue, red, green, gray = (*sns.color_palette("colorblind")[:1], *sns.color_palette("colorblind")[3:4],
-                              *sns.color_palette("colorblind")[2:3], "0.55")  # fmt: skip
-    place, left = np.arange(len(rows)), 0
-    for (column, label), color in zip(PARTS.items(), (blue, red, green)):
-        axis.barh(place - 0.19, rows[column], left=left, height=0.36, color=color, label=label)
-        left = left + rows[column]
-    axis.barh(place + 0.19, rows["simulated_h2d_ms"], height=0.36, color=gray, label="copies")
-    axis.set_yticks(place, rows.index, fontsize=8)
-    axis.set_ylim(len(rows) - 0.45, -0.55)
-    family = rows["family"].iloc[0]
-    if family == "phi":
-        for (name, ms), side in zip(PAPER_PHI_MS.items(), ("left", "right")):
-            axis.axvline(ms, color="black", linestyle=":", linewidth=1)
-            axis.annotate(f" paper, {name}:\n {ms:.0f} ms ", (ms, len(rows) - 0.45), fontsize=6.5, ha=side, va="top")
-        axis.set_ylim(len(rows) + 0.1, -0.55)
-    axis.set(title=rows["model"].iloc[0], xlabel="ms per round, simulated, high budget")
-    axis.grid(alpha=0.25, axis="x")
 
 
 def claims(rows: pd.DataFrame) -> list[Measured]:

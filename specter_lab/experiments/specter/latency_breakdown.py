@@ -72,21 +72,21 @@ def _row(model: Anatomy, cache: str, slots: int, missed: float, low: float = nan
     profile = read_profile()
     copy_ms = model.moe_layers * profile.h2d_ms(model.expert_bytes)  # one expert in every MoE layer
     kernels_ms = verify_kernels_ms(model, profile, 1, model.top_k)
-    launch_ms = max(0.0, launches_ms(model, profile) - kernels_ms)
+    launch_wait_ms = max(0.0, launches_ms(model, profile) - kernels_ms)  # kernels hide the rest
 
     def share(of_ms: float, missing: float) -> float | None:
         """Share of a token's time; None when `missing` was not sampled."""
-        return None if isnan(missing) else round(of_ms / (missing * copy_ms + kernels_ms + launch_ms), 5)
+        return None if isnan(missing) else round(of_ms / (missing * copy_ms + kernels_ms + launch_wait_ms), 5)
 
     return {
         "cache": cache, "slots_per_layer": slots, "missed_experts_per_layer": missed,
         "missed_ci_low": None if isnan(low) else low, "missed_ci_high": None if isnan(high) else high,
         "h2d_gb_per_token": round(model.moe_layers * missed * model.expert_bytes / 1e9, 4),
         "simulated_h2d_ms": round(missed * copy_ms, 3), "simulated_kernels_ms": round(kernels_ms, 3),
-        "simulated_launch_ms": round(launch_ms, 3),
-        "simulated_compute_share": share(kernels_ms + launch_ms, missed),
-        "simulated_compute_share_ci_low": share(kernels_ms + launch_ms, high),
-        "simulated_compute_share_ci_high": share(kernels_ms + launch_ms, low),
+        "simulated_launch_ms": round(launch_wait_ms, 3),
+        "simulated_compute_share": share(kernels_ms + launch_wait_ms, missed),
+        "simulated_compute_share_ci_low": share(kernels_ms + launch_wait_ms, high),
+        "simulated_compute_share_ci_high": share(kernels_ms + launch_wait_ms, low),
         "simulated_kernels_share": share(kernels_ms, missed),
         "simulated_kernels_share_ci_low": share(kernels_ms, high),
         "simulated_kernels_share_ci_high": share(kernels_ms, low),

@@ -131,18 +131,29 @@ def _frequent_tokens(ids: tuple[Tensor, ...]) -> Tensor:
     return torch.tensor([token for token, _ in Counter(torch.cat(ids).tolist()).most_common(VOCABULARY)])
 
 
+def none_of(count: int, confidence: float = 0.95) -> float:
+    """Upper bound on a share of which none was seen in `count` draws (Clopper and Pearson, one-sided)."""
+    return 1 - (1 - confidence) ** (1 / count)
+
+
 def claims(rows: pd.DataFrame) -> list[Measured]:
-    """Share of tokens before the first divergence in each precision; the corrected p-value of the standard rule."""
+    """Share of tokens before the first divergence in each precision; the corrected p-value of the standard rule.
+
+    Where no text parts there is nothing to resample; the exact bound on the share of texts that would part stands instead.
+    """
     found = []
     parity = rows[rows["by"] == PARITY]
     for precision, part in parity.groupby("precision", sort=False):
         share = ratio_interval(part["equal_tokens"].to_numpy(), part["new_tokens"].to_numpy())
         parted = part[part["equal_tokens"] < part["new_tokens"]]
-        note = f"{len(parted)} of {len(part)} texts part"
+        note = aside = f"{len(parted)} of {len(part)} texts part"
+        interval = (float(share.low), float(share.high)) if len(parted) else (None, None)
         if len(parted):
             note += f", at margins up to {parted['margin'].max():.3g}"
-        ends = map(float, (share.estimate, share.low, share.high))
-        found.append(Measured(f"specter-losslessness/greedy-parity@{precision}", *ends, n=len(part), note=note))
+        else:
+            note = aside = f"{aside}: at most {none_of(len(part)):.0%} of all texts would (95 %, one-sided, exact)"
+        name = f"specter-losslessness/greedy-parity@{precision}"
+        found.append(Measured(name, float(share.estimate), *interval, n=len(part), note=note, aside=aside))
     tests = rows[rows["by"] == RULE]
     standard, wrong = tests[tests["item"] == STANDARD], tests[tests["item"] != STANDARD]
     claim = "specter-losslessness/sampling"

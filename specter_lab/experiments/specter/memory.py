@@ -36,7 +36,7 @@ COUNTED, ALLOCATED = "counted", "allocated"
 COLUMNS = ("draft", "target", "shared", "total")
 PAPERS = {"Qwen1.5-MoE-A2.7B": "qwen", "Phi-3.5-MoE": "phi", "DeepSeek-V2-Lite": "deepseek"}  # model -> family
 QWEN = "Qwen1.5-MoE-A2.7B"
-PAPER = {  # Specter, GB: draft, target, shared, total
+PAPER = {  # Specter, "GB" of 2^30 bytes: draft, target, shared, total
     LEVELS[0]: (6.13, 7.27, None, 13.40), LEVELS[1]: (4.58, 5.72, 1.55, 11.85), LEVELS[2]: (2.66, 3.80, 3.47, 9.93),
     LEVELS[3]: (0.41, 1.55, 5.72, 7.68),
 }  # fmt: skip
@@ -144,6 +144,8 @@ def plot(rows: pd.DataFrame) -> Figure:
                              label="the paper's total")  # fmt: skip
             axis.text(at.mean(), -0.30, f"{accounting}\n{bottom.iloc[-1] / bottom.iloc[0]:.0%} left", ha="center",
                       va="top", fontsize=8, transform=axis.get_xaxis_transform())  # fmt: skip
+            if bottom.iloc[0] == bottom.iloc[1]:  # Phi
+                axis.annotate("no shared\nexperts", (at[1], bottom.iloc[1] / 2), ha="center", va="center", fontsize=6)
             ticks += list(at)
             labels += list(LEVELS)
         axis.set_xticks(ticks, labels=labels, rotation=40, ha="right", fontsize=7)

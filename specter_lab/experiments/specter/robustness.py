@@ -8,17 +8,26 @@ TPOT is simulated for the paper's A100.
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import seaborn as sns
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import offload, routing
 from specter_lab.experiments.specter.dilution import Announced, announced, diluted, perfect
+from specter_lab.experiments.specter.robustness_figure import (
+    CLAIMED,
+    LOOKAHEAD,
+    NATURAL,
+    PAPER_MS,
+    POLICIES,
+    RECALL,
+    RECALL_DRAFTED,
+    TPOT,
+    curve,
+    lookahead,
+    plot,
+)
 from specter_lab.experiments.specter.simulated import columns
 from specter_lab.experiments.specter.simulation_rows import round_columns, slowdown, tpot_columns
 from specter_lab.measure.bootstrap import ratio_interval
@@ -27,19 +36,15 @@ from specter_lab.plan.policies import find_policy
 from specter_lab.plan.simulate import Simulation, simulate
 from specter_lab.plan.workload import Workload
 
+__all__ = ["PAPER_MS", "claims", "inputs", "plot", "run"]
+
 PRECISIONS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.41)
-POLICIES = ("specter", "specter-fast")
-LOOKAHEAD, TPOT, NATURAL = "lookahead", "tpot", "tpot, lookahead as it is"
-RECALL, RECALL_DRAFTED = "recall", "recall, first K tokens"
 DEFINITIONS = {  # what is divided by what, of `Announced`
     RECALL: ("both", "needed"),
     RECALL_DRAFTED: ("both_by_drafted", "needed_by_drafted"),
     "precision": ("both", "announced"),
     "precision, first K tokens": ("both_by_drafted", "announced"),
 }
-CLAIMED = "deepseek"
-PAPER_MS = {1.0: 63.0, 0.41: 84.2}  # [S]; the model is not known to us, 63.0 is nearest to DeepSeek's TPOT
-PAPER_RECALL = (0.930, 0.961)  # [S]
 WORST = 0.41
 inputs = routing.inputs_of
 
@@ -94,78 +99,6 @@ def _row(simulation: Simulation, right: Simulation, as_is: Simulation, seed: int
 def _share(found: Announced, definition: str, seed: int) -> dict:
     part, whole = (getattr(found, name) for name in DEFINITIONS[definition])
     return columns("value", ratio_interval(part, whole, seed=seed))
-
-
-def curve(rows: pd.DataFrame, model: str, policy: str) -> pd.DataFrame:
-    """TPOT by precision, diluted from a perfect lookahead."""
-    kept = (rows["quantity"] == TPOT) & (rows["model"] == model) & (rows["policy"] == policy)
-    return rows[kept].set_index("precision").sort_index(ascending=False)
-
-
-def lookahead(rows: pd.DataFrame) -> pd.DataFrame:
-    """Recall and precision as they are: rows by model and definition."""
-    return rows[rows["quantity"] == LOOKAHEAD].set_index(["model", "definition"])
-
-
-def plot(rows: pd.DataFrame) -> Figure:
-    """Left: recall and precision of the lookahead. Right, per model: TPOT against precision, with the paper's two points."""
-    models = list(dict.fromkeys(rows["model"]))
-    figure, axes = plt.subplots(1, 1 + len(models), figsize=(4 + 3.4 * len(models), 3.9), constrained_layout=True)
-    colors = dict(zip(POLICIES, sns.color_palette("colorblind", 2)))
-    _lookahead_panel(axes[0], rows, models)
-    for axis, model in zip(axes[1:], models):
-        for policy, color in colors.items():
-            points = curve(rows, model, policy)
-            axis.plot(points.index, points["simulated_tpot_ms"], color=color, marker="o", markersize=4, label=policy)
-            axis.fill_between(
-                points.index,
-                points["simulated_tpot_ms_ci_low"],
-                points["simulated_tpot_ms_ci_high"],
-                color=color,
-                alpha=0.15,
-                linewidth=0,
-            )
-            natural = rows[(rows["quantity"] == NATURAL) & (rows["model"] == model) & (rows["policy"] == policy)].iloc[
-                0
-            ]
-            axis.plot(
-                1.03,
-                natural["simulated_tpot_ms"],
-                color=color,
-                marker="D",
-                markersize=6,
-                markerfacecolor="white",
-                clip_on=False,
-                linewidth=0,
-                label="its lookahead as it is" if policy == POLICIES[-1] else None,
-            )
-        if rows.loc[rows["model"] == model, "family"].iloc[0] == CLAIMED:
-            axis.plot(*zip(*PAPER_MS.items()), "k*:", markersize=11, linewidth=1, label="the paper (measured)")
-        axis.set(title=model, xlabel="precision of the prefetch", xlim=(1.06, 0.37), ylim=(0, None))
-        axis.grid(alpha=0.25)
-        axis.legend(fontsize=8, loc="lower right")
-    axes[1].set_ylabel("simulated TPOT (ms/token)")
-    plt.close(figure)
-    return figure
-
-
-def _lookahead_panel(axis: Axes, rows: pd.DataFrame, models: list[str]) -> None:
-    table, place = lookahead(rows), np.arange(len(models))
-    markers = dict(zip(DEFINITIONS, ("o", "s", "^", "v")))
-    for number, (name, marker) in enumerate(markers.items()):
-        found = table.loc[[(model, name) for model in models]]
-        value = found["value"].to_numpy()
-        ends = (value - found["value_ci_low"], found["value_ci_high"] - value)
-        color = "black" if name == RECALL else "0.55"
-        axis.errorbar(place + 0.13 * (number - 1.5), value, ends, fmt=marker, color=color, markersize=6, label=name)
-    axis.axhspan(*PAPER_RECALL, color="gold", alpha=0.4, linewidth=0, zorder=0, label="the paper's recall")
-    axis.set_xticks(place, models, fontsize=8)
-    axis.set(
-        title="the lookahead as it is (measured)", xlim=(-0.5, len(models) - 0.5), ylim=(0.85, 1.0),
-        ylabel="share of a round's distinct experts",
-    )  # fmt: skip
-    axis.grid(axis="y", alpha=0.25)
-    axis.legend(fontsize=7.5, loc="lower center", ncols=2)
 
 
 def claims(rows: pd.DataFrame) -> list[Measured]:

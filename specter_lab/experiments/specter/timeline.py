@@ -52,20 +52,25 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
             record=True,
         )
         number = shown_round(simulation)
-        rows += [base | {"mode": mode, "round": number} | row for row in _rows(simulation, number)]
+        rows += [base | {"mode": mode, "round": number} | row for row in round_rows(simulation, number)]
     return rows
 
 
 def shown_round(simulation: Simulation) -> int:
-    """The most usual round (by tokens committed) of those after the first request that reject a token; else of all those."""
+    """The most usual round (by tokens committed) of those after the first request that reject a token; else of all those.
+
+    The first request fills the slots.
+    """
     tokens, depth = simulation.rounds.tokens, simulation.rounds.depth
-    candidates = np.arange(len(simulation.commits[REQUESTS[0]]), len(tokens))
+    first = next(iter(simulation.commits.values()))
+    candidates = np.arange(len(first), len(tokens))
     rejecting = candidates[tokens[candidates] <= depth[candidates]]
     candidates = rejecting if len(rejecting) else candidates
     return int(candidates[np.abs(tokens[candidates] - tokens.mean()).argmin()])
 
 
-def _rows(simulation: Simulation, number: int) -> jobs.Rows:
+def round_rows(simulation: Simulation, number: int) -> jobs.Rows:
+    """Every piece of work of one recorded round, ms from its start, and its end."""
     rounds = simulation.rounds
     start, end = float(rounds.start_ms[number]), float(rounds.end_ms[number])
     inside = [span for span in simulation.spans if start <= span.start_ms < end]

@@ -5,12 +5,10 @@ the first burst of up to K + 1 tokens away and so flatters deep drafts; steady; 
 measured on the zoo model (acceptance, tokens per round, distinct experts per layer and round) and the bytes per token.
 
 The requests of one prompt set are decoded one after the other, slots staying filled; "all" pools the sets. Policies
-marked lossy change the output, which these times do not show. Transformers and vLLM are closed forms (`plan.layer_offload`).
+marked lossy change the output, which these times do not show. Transformers and vLLM are closed forms (`layer_systems`).
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -19,13 +17,12 @@ from specter_lab.experiments import jobs
 from specter_lab.experiments.claims import share_of_pairs_in_order
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import offload, routing, simulated
+from specter_lab.experiments.specter.layer_systems import LAYER_SYSTEMS
 from specter_lab.experiments.specter.setting import BUDGETS, slots_of
 from specter_lab.experiments.specter.simulation_rows import per_request
-from specter_lab.experiments.specter.tpot_figure import ALL_SETS, IN_ORDER, PAPER, TPOT, by_cell, plot
+from specter_lab.experiments.specter.tpot_figure import ALL_SETS, IN_ORDER, NAMES, PAPER, TPOT, by_cell, plot
 from specter_lab.measure.bootstrap import ratio_interval, resample_counts
 from specter_lab.models.load import shown_name
-from specter_lab.plan.cost import verify_ms
-from specter_lab.plan.layer_offload import PAGEABLE_GB_S, transformers_ms, vllm_ms
 from specter_lab.plan.policy import Scene
 from specter_lab.plan.simulate import Simulation, simulate
 
@@ -71,26 +68,13 @@ def layer_offload_rows(model: str, budget: str, scene: Scene, prompt_sets: list[
         return []  # slots are known for such a model, a budget in GB is not
     anatomy, profile, context = scene.costs.model, scene.costs.profile, scene.costs.context_tokens
     gb = limits.high_gb if budget == "high" else limits.low_gb
-    pinned_gb_s, compute_ms = profile.h2d.gb_s[-1], verify_ms(anatomy, profile, 1, anatomy.top_k, context)
-    found = (
-        ("transformers", "Transformers, layer offload", transformers_ms, min(PAGEABLE_GB_S, pinned_gb_s)),
-        ("vllm", "vLLM, CPU offload", vllm_ms, pinned_gb_s),
-        ("vllm-in-place", "vLLM, experts read in place", partial(vllm_ms, only_used=True), pinned_gb_s),
-    )
     rows = []
-    for system, title, closed_form, gb_s in found:
-        ms = closed_form(anatomy, profile, int(gb * 1e9), context)
-        row = {
-            "budget": budget,
-            "system": system,
-            "title": title,
-            "lossy": False,
-            "mean_depth": 0,
-            "tokens_per_round": 1.0,
-        }
-        row |= {"distinct_experts_per_layer": anatomy.top_k}
-        row |= {"simulated_h2d_mb_per_token": round((ms - compute_ms) * gb_s, 2)}  # ms x GB/s = MB
-        row |= {column: round(ms, 3) for column in TPOT.values()}
+    for system in LAYER_SYSTEMS.values():
+        where = (anatomy, profile, int(gb * 1e9), context)
+        row = {"budget": budget, "system": system.id, "title": system.title, "lossy": False, "mean_depth": 0,
+               "tokens_per_round": 1.0, "distinct_experts_per_layer": anatomy.top_k,
+               "simulated_h2d_mb_per_token": round(system.moved_mb(*where), 2)}  # fmt: skip
+        row |= {column: round(system.ms(*where), 3) for column in TPOT.values()}
         rows += [row | {"prompt_set": prompt_set} for prompt_set in (ALL_SETS, *prompt_sets)]
     return rows
 
@@ -176,10 +160,13 @@ def _order(rows: pd.DataFrame) -> Measured:
     cells = by_cell(rows)
     present = [system for system in IN_ORDER.values() if system in cells]
     share = np.mean([share_of_pairs_in_order(list(row)) for row in cells[present].itertuples(index=False)])
-    beaten = {
-        f"{fast} < {slow}": f"{(cells[fast] <= cells[slow]).mean():.0%}"
+    called = {system: NAMES[name] for name, system in IN_ORDER.items()}
+    holds = {
+        f"{called[fast]} < {called[slow]}": float((cells[fast] <= cells[slow]).mean())
         for i, fast in enumerate(present)
         for slow in present[i + 1 :]
     }
-    note = ", ".join(f"{pair} in {holds}" for pair, holds in beaten.items())
-    return Measured("specter-tpot/systems-in-order", float(share), n=len(cells), simulated=True, note=note)
+    note = ", ".join(f"{pair} in {held:.0%} of the cells" for pair, held in holds.items())
+    rare = [f"{pair} in {held:.0%}" for pair, held in holds.items() if held < 0.5]
+    aside = f"{', '.join(rare)} of the cells" if rare else ""
+    return Measured("specter-tpot/systems-in-order", float(share), n=len(cells), simulated=True, note=note, aside=aside)

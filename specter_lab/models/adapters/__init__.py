@@ -64,10 +64,14 @@ def adapter_for(config: PretrainedConfig) -> Adapter:
     """The adapter of a model's architecture.
 
     Raises:
-        UserError: there is none; the message says which file to add, and what to begin it with.
+        UserError: there is none; the message says which file to add, and what to begin it with, or that the model is
+            dense.
     """
     model_type = config.model_type
     if model_type not in ARCHITECTURES:
+        if not any(hasattr(config, name) for name in EXPERTS_FIELDS):
+            raise UserError(f"'{model_type}' is a dense model, as far as config.json tells (it has none of "
+                            f"{', '.join(EXPERTS_FIELDS)}): it routes nothing, so give a Mixture-of-Experts model")  # fmt: skip
         raise UserError(
             f"no adapter for architecture '{model_type}': add specter_lab/models/adapters/{model_type}.py, name it in "
             f"ARCHITECTURES of __init__.py there (known: {', '.join(ARCHITECTURES)}), and begin it with\n\n"
@@ -78,15 +82,14 @@ def adapter_for(config: PretrainedConfig) -> Adapter:
 
 def _template(config: PretrainedConfig) -> str:
     """An adapter file to start from, filled in as far as config.json tells."""
-    experts = next((name for name in EXPERTS_FIELDS if hasattr(config, name)), None)
+    experts = next(name for name in EXPERTS_FIELDS if hasattr(config, name))
     width = next((name for name in WIDTH_FIELDS if hasattr(config, name)), None)
-    found = "config.json has it" if experts else "config.json has none that is known: a dense model routes nothing"
     return f"""    from specter_lab.models.adapters import Adapter
 
     ADAPTER = Adapter(
         model_type="{config.model_type}",
         router="gate",  # a guess: the attribute of layer.mlp that returns (logits, weights, indices)
-        experts_field="{experts or '?'}",  # {found}
+        experts_field="{experts}",  # config.json has it
         width_field="{width or '?'}",
         checkpoint_block="mlp",  # this and the next: as the keys in model.safetensors.index.json have it
         gate_up_down=("gate_proj", "up_proj", "down_proj"),

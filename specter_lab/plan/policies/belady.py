@@ -1,7 +1,8 @@
-"""Belady: the expert whose next use lies farthest ahead goes first; demand loading, no speculation. A bound.
+"""Belady, same slots: the expert whose next use lies farthest ahead goes first; demand loading, no speculation.
 
-Looks at `scene.future`. A missing expert still has to take a slot while it computes, and of a pass that needs more than
-the slots the last ones stay, so here other orders can be better; `plan.bounds` has the hit bound that no order beats.
+Looks at `scene.future`. What Belady's order gives a system that works like the others, not a bound: a missing expert has to
+take a slot while it computes, and of a pass that needs more than the slots the last ones stay, so other orders can be better
+here. The hit rate that no demand policy exceeds is `plan.bounds.best_hit_rates`.
 """
 
 from __future__ import annotations
@@ -34,4 +35,4 @@ class NextUse(Scores):
         return self._scores[self._now - 1]
 
 
-POLICY = Policy("belady", "Belady's optimum", "bound", draft=None, order=SCORED, scores=NextUse)
+POLICY = Policy("belady", "Belady, same slots", "knows the future", draft=None, order=SCORED, scores=NextUse)

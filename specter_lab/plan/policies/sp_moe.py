@@ -21,7 +21,7 @@ NO_CONFIDENCE = 0.0  # every expert of a drafted token is wanted
 def cutoff_layer(scene: Scene) -> int:
     """MoE layers that are prefetched: 0 .. all."""
     draft_ms = scene.depth * scene.costs.draft_step_ms
-    per_layer_ms = copies_per_layer(scene) * scene.costs.copy_ms
+    per_layer_ms = copies_per_layer(scene) * scene.costs.pace_ms
     return min(scene.layers, int(draft_ms / per_layer_ms)) if per_layer_ms else scene.layers
 
 
