@@ -54,7 +54,7 @@ def test_reproduce_leaves_a_complete_result(log, notebook, capsys):
     printed = capsys.readouterr().out
     assert "paper >= 9x / recorded - / yours 9.3x" in printed and "reproduced: the value is within the bound" in printed
     results.record("toy-squares", "cpu")
-    assert compare.comparison("toy-squares", "cpu").iloc[0]["recorded"] == "9.3x"
+    assert compare.comparison("toy-squares", "cpu").iloc[0]["recorded"] == "9.3x, n = 4"
 
 
 def test_a_result_for_the_same_question_is_not_measured_again(log):
@@ -121,7 +121,7 @@ def test_provenance_names_no_commit_of_a_repository_around_the_project(tmp_path,
         (["reproduce", "tabel1"], "did you mean table1"),
         (["reproduce", "zzz"], "`make help` lists them all"),
         (["reproduce", "table1", "--tier", "gpu"], "specter-table1 has no 'gpu' tier: give cpu or paper"),
-        (["reproduce", "depth", "--tier", "gpu"], "qwen-proxy is not in data/zoo: proxies are trained, not shipped; on a"),
+        (["reproduce", "depth", "--tier", "gpu"], "-proxy is not in data/zoo: proxies are trained, not shipped; on a"),
         (["reproduce", "table1", "--tier", "tpu"], "no tier 'tpu': give one of cpu, gpu, paper"),
         (["record", "routing-match"], "no complete cpu result of specter-routing-match to record"),
     ],
