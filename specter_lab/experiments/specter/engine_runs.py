@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from specter_lab.engine.api import MAX_DEPTH, Engine, engine_for
-from specter_lab.engine.bench import Pass, passes
+from specter_lab.engine.bench import Pass, passes, tensors_of
 from specter_lab.engine.decode import Meter
 from specter_lab.engine.kernels.timing import copy_gb_s, link_gb_s
 from specter_lab.engine.weights import Weights, load_weights
 from specter_lab.experiments import jobs
 from specter_lab.experiments.specter import routing
+from specter_lab.experiments.specter.peers import peer_rows
 from specter_lab.experiments.specter.setting import BUDGETS, priced_as, slots_of
 from specter_lab.measure.prompts import PROMPT_SETS, select, tokenize
 from specter_lab.models.load import shown_name
@@ -72,6 +73,10 @@ def measure_model(model: str, digest: str, seed: int) -> jobs.Rows:
     rows.append({"by": "pass", "item": HOST_PASS, "measured_ms": round(machine.host_pass_ms, 4)})
     for budget, slots in slots_of(model, routing.family(model)).items():
         rows += budget_rows(weights, model, budget, int(slots), prompts, machine, seed)
+    on_gpu = max(row["gpu_expert_gb"] for row in rows if row.get("item") == ONLINE and row["budget"] == "high")
+    gpu_bytes = int(on_gpu * 1e9) + sum({t.data_ptr(): t.nbytes for t in tensors_of(weights.decoder)}.values())
+    del weights
+    rows += peer_rows(priced_as(model).name, gpu_bytes)
     return [named | row for row in rows]
 
 
