@@ -142,20 +142,20 @@ def _verify_bytes(engine: Engine, used: Tensor) -> int:
 def _dense_bytes(engine: Engine) -> int:
     """Everything but routed experts: all weights once, but of the embedding only a row, and the context's cache entries."""
     decoder, session = engine.weights.decoder, engine._session
-    weights = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors((decoder.layers, decoder.norm, decoder.head))}
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in tensors_of((decoder.layers, decoder.norm, decoder.head))}
     cached = sum(part[:PASS_POSITION].nbytes for part in (*session.kv.keys, *session.kv.values))
     return sum(weights.values()) + cached
 
 
-def _tensors(of: object) -> Iterator[Tensor]:
+def tensors_of(of: object) -> Iterator[Tensor]:
     if isinstance(of, Tensor):
         yield of
     elif isinstance(of, list | tuple):
         for part in of:
-            yield from _tensors(part)
+            yield from tensors_of(part)
     elif is_dataclass(of):
         for part in fields(of):
-            yield from _tensors(getattr(of, part.name))
+            yield from tensors_of(getattr(of, part.name))
 
 
 def main() -> None:

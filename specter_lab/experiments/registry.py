@@ -124,6 +124,11 @@ EXPERIMENTS = {
             {"cpu": 2, "paper": None}, aliases=("calibration",),
         ),
         Experiment(
+            "specter-kernel", "the fused INT4 multi-expert kernel against one launch per expert and BF16",
+            "Specter", "SEE kernel", "specter_lab.experiments.specter.kernel",
+            {"gpu": 1}, aliases=("kernel",),
+        ),
+        Experiment(
             "specter-engine", "the engine on a GPU beside its baselines, its limits and the simulator",
             "Specter", "TPOT, I/O hiding, losslessness", "specter_lab.experiments.specter.engine",
             {"gpu": None}, aliases=("engine",),

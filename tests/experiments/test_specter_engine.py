@@ -32,6 +32,7 @@ def rows():
         patch.setattr(engine_runs, "_prompts", lambda *_: prompts)
         found += engine_runs.exact_rows("qwen-nano", 0)
     found += [{"by": "pass", "item": item, "measured_ms": 1.5, "floor_ms": 1.0} for item in ("draft step", "verify 9")]
+    found += [{"by": "peer", "item": "slow", "measured_ms_per_token": 900.0, "n_tokens": 4, "title": "slow 1.0"}]
     return pd.DataFrame(found).assign(model="qwen-nano", family="qwen", original="Qwen1.5-MoE-A2.7B")
 
 

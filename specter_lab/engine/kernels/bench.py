@@ -210,6 +210,11 @@ def dense_rows(machine: Machine) -> Iterator[Row]:
                 yield row(machine, f"dense, {name}", what, tokens, 0, size, 0, calls)
 
 
+def this_machine() -> Machine:
+    """Its ceilings, measured."""
+    return Machine(torch.cuda.get_device_name(), copy_gb_s(), link_gb_s())
+
+
 def report(found: Row) -> str:
     """One line of the table."""
     host = "" if found.host_gb_s is None else f"  {found.host_gb_s:5.1f} GB/s over PCIe"
@@ -224,7 +229,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers here")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    machine = Machine(torch.cuda.get_device_name(), copy_gb_s(), link_gb_s())
+    machine = this_machine()
     print(f"{machine.device}: copy {machine.copy_gb_s:.0f} GB/s, PCIe {machine.link_gb_s:.1f} GB/s")
     print(f"{'layer':<23} {'kernel':<29} {'T':>3} {'exp.':>6} {'MB':>9} {'floor us':>9} {'us':>9} {'ratio':>6}")
     rows = []

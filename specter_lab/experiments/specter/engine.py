@@ -82,6 +82,11 @@ def _speedups(rows: pd.DataFrame) -> list[Measured]:
         found.append(
             Measured(f"specter-engine/over-demand-loading@{system}", float(ratio.mean()), n=len(ratio), note=note)
         )
+    peers = rows[(rows["by"] == "peer") & rows["measured_ms_per_token"].notna()]
+    high = medians(rows, "measured_ms_per_token").xs((ALL_SETS, "high"), level=("prompt_set", "budget"))[ONLINE]
+    for row in peers.itertuples():
+        found.append(Measured("specter-engine/over-accelerate", float(row.measured_ms_per_token / high[row.model]), n=int(row.n_tokens),
+                              note=f"{row.model}, high budget: {row.measured_ms_per_token:.0f} ms per token; {row.title}"))  # fmt: skip
     worst = (ms[[ONLINE, "specter-fast"]].min(axis=1) / ms["specter"]).groupby(["model", "budget"]).mean()
     found.append(Measured("specter-engine/not-slower-than-paper-mode", float(worst.max()), n=len(worst),
                           note="fast mode over paper mode, worst of " + ", ".join(f"{m} {b} {v:.2f}" for (m, b), v in worst.items())))  # fmt: skip

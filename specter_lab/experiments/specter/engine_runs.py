@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from specter_lab.engine.api import MAX_DEPTH, Engine, engine_for
-from specter_lab.engine.bench import Pass, passes
+from specter_lab.engine.bench import Pass, passes, tensors_of
 from specter_lab.engine.decode import Meter
 from specter_lab.engine.kernels.timing import copy_gb_s, link_gb_s
 from specter_lab.engine.weights import Weights, load_weights
 from specter_lab.experiments import jobs
 from specter_lab.experiments.specter import routing
+from specter_lab.experiments.specter.peers import peer_rows
 from specter_lab.experiments.specter.setting import BUDGETS, priced_as, slots_of
 from specter_lab.measure.prompts import PROMPT_SETS, select, tokenize
 from specter_lab.models.load import shown_name
@@ -30,12 +31,14 @@ from specter_lab.plan.doctor import measure, profile_of
 from specter_lab.plan.hardware import Profile
 from specter_lab.plan.policy import Scene
 from specter_lab.plan.replay import Replay
+from specter_lab.plan.serve import READ_THROUGH
 from specter_lab.plan.simulate import simulate
 from specter_lab.plan.step_costs import StepCosts
 
 PROMPT_TOKENS, REPEATS, TEMPERATURE = 16, 3, 1.0
 NEW_TOKENS = {"phi": 12}  # its experts are nine times as large; others USUAL_TOKENS
 USUAL_TOKENS, EXACT_TOKENS = 48, 512
+LARGE_REPEATS = 1  # of models named in NEW_TOKENS
 RESIDENT, ONLINE = "all-resident", "specter-fast, online depth"
 SYSTEMS = {  # name -> mode, policy
     RESIDENT: ("fast", "specter-fast"), "specter-fast": ("fast", "specter-fast"), ONLINE: ("fast", "specter-fast"),
@@ -70,6 +73,10 @@ def measure_model(model: str, digest: str, seed: int) -> jobs.Rows:
     rows.append({"by": "pass", "item": HOST_PASS, "measured_ms": round(machine.host_pass_ms, 4)})
     for budget, slots in slots_of(model, routing.family(model)).items():
         rows += budget_rows(weights, model, budget, int(slots), prompts, machine, seed)
+    on_gpu = max(row["gpu_expert_gb"] for row in rows if row.get("item") == ONLINE and row["budget"] == "high")
+    gpu_bytes = int(on_gpu * 1e9) + sum({t.data_ptr(): t.nbytes for t in tensors_of(weights.decoder)}.values())
+    del weights
+    rows += peer_rows(priced_as(model).name, gpu_bytes)
     return [named | row for row in rows]
 
 
@@ -140,23 +147,19 @@ class Contender:
 def budget_rows(
     weights: Weights, model: str, budget: str, slots: int, prompts: dict[str, Tensor], machine: Machine, seed: int
 ) -> Iterator[dict]:  # fmt: skip
-    """One row per repeat, system and prompt set; the systems take turns."""
+    """One row per repeat, system and prompt set; the systems take turns. With all experts on the GPU there is room for nobody else."""
     family = routing.family(model)
-    new_tokens = NEW_TOKENS.get(family, USUAL_TOKENS)
-    contenders = [
-        _contender(weights, name, slots, BUDGETS[family].depth)
-        for name in SYSTEMS
-        if name != RESIDENT or budget == "high"
-    ]
-    for contender in contenders:
-        _generate(
-            contender, prompts[PROMPT_SETS[0]], new_tokens, seed
-        )  # kernels are compiled, graphs captured, slots filled
-    for repeat in range(REPEATS if family != "phi" else 1):
-        for contender in contenders:
-            yield from _rows(contender, model, budget, repeat, prompts, machine, new_tokens, seed)
-    del contenders
-    torch.cuda.empty_cache()
+    new_tokens, repeats = NEW_TOKENS.get(family, USUAL_TOKENS), LARGE_REPEATS if family in NEW_TOKENS else REPEATS
+    others = [name for name in SYSTEMS if name != RESIDENT]
+    for group in ([RESIDENT], others) if budget == "high" else (others,):
+        contenders = [_contender(weights, name, slots, BUDGETS[family].depth) for name in group]
+        for contender in contenders:  # kernels are compiled, graphs captured, slots filled
+            _generate(contender, prompts[PROMPT_SETS[0]], new_tokens, seed)
+        for repeat in range(repeats):
+            for contender in contenders:
+                yield from _rows(contender, model, budget, repeat, prompts, machine, new_tokens, seed)
+        del contenders, contender
+        torch.cuda.empty_cache()
 
 
 def _contender(weights: Weights, name: str, slots: int, depth: int) -> Contender:
@@ -207,7 +210,8 @@ def simulated(engine: Engine, replay: Replay, model: str, machine: Machine, new_
     launch_us = GRAPH_LAUNCH_US if engine.target.waits else 1e3 * machine.host_pass_ms / (layers * OPERATORS_PER_LAYER)
     costs = StepCosts(priced_as(model), replace(machine.profile, launch_us=launch_us))
     scene = Scene(costs, int(engine.memory.slots.count.min()), MAX_DEPTH)
-    policy = replace(engine.policy, slots=lambda scene: np.resize(engine.memory.slots.count, scene.layers))
+    miss = READ_THROUGH if engine.target.waits else engine.policy.miss
+    policy = replace(engine.policy, miss=miss, slots=lambda scene: np.resize(engine.memory.slots.count, scene.layers))
     rounds = simulate(replay, policy, scene, new_tokens=new_tokens).rounds
     return float((rounds.end_ms - rounds.start_ms).sum() / rounds.tokens.sum())
 
