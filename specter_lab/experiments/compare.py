@@ -40,15 +40,21 @@ def comparison(experiment: str, tier: str) -> pd.DataFrame:
     return pd.DataFrame(table, columns=["claim", "paper", "recorded", "yours", "verdict", "why"])
 
 
-def headline_table(tier: str = "cpu") -> pd.DataFrame:
-    """Columns claim, command, paper, ours, verdict: the headline claims of all experiments, from recorded results."""
+def headline_table() -> pd.DataFrame:
+    """Columns claim, command, paper, ours, verdict: the headline claims of all experiments, from recorded results.
+
+    Experiments that need a GPU are listed once they have been recorded on one.
+    """
     table = []
     for experiment in EXPERIMENTS.values():
+        tier = experiment.tiers[0]
         recorded = _verdicts(experiment.id, tier, paths.RECORDED)
+        if tier != "cpu" and not recorded:
+            continue
         for claim in claims_of(experiment.id):
             if claim.headline:
                 found = recorded.get(claim.id)
-                command = f"`make reproduce-{(*experiment.aliases, experiment.id)[0]}`"
+                command = f"`make reproduce-{(*experiment.aliases, experiment.id)[0]}{'' if tier == 'cpu' else f' TIER={tier}'}`"
                 verdict = found.verdict if found else NOT_RUN
                 aside = f"; {found.aside}" if found and found.aside else ""
                 table.append((claim.text, command, _papers_value(claim), _ours(found) + aside, verdict))
