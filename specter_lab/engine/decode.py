@@ -80,7 +80,9 @@ class Meter:
     def add_waited(self, nanoseconds: int, gave_up: int) -> None:
         """What kernels waited for copies; one that gave up has read what was there."""
         if gave_up:
-            raise RuntimeError("a copy did not arrive in 20 s: the link or its driver is stuck; nothing of this round is used")
+            raise RuntimeError(
+                "a copy did not arrive in 20 s: the link or its driver is stuck; nothing of this round is used"
+            )
         if nanoseconds:
             self.busy_ms["stall"] = self.busy_ms.get("stall", 0.0) + nanoseconds * 1e-6
 

@@ -16,8 +16,9 @@ Both give bitwise the same sums (`expert_math`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +28,10 @@ from specter_lab.engine import expert_math
 from specter_lab.engine.expert_math import NOT_NOW
 from specter_lab.engine.experts import MISS, ExpertMemory
 from specter_lab.engine.graphs import Launch, host_work
-from specter_lab.plan.policy import Loads, Prefetcher
+from specter_lab.plan.policy import NO_LOADS, Loads, Prefetcher
 from specter_lab.plan.residency import begin_layer, end_uses, use_all
+
+Output = TypeVar("Output")
 
 
 class Uses(NamedTuple):
@@ -42,25 +45,32 @@ class Uses(NamedTuple):
 class TargetExperts(Protocol):
     """What a target pass asks for."""
 
+    memory: ExpertMemory
+
     def __call__(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """The routed experts of an MoE layer: x [T, H], indices [T, k], weights [T, k] -> [T, H]."""
 
     @property
     def waits(self) -> bool:
-        """Whether a captured pass may be launched before `ready` is called: its kernels wait for that on the device."""
+        """Whether kernels wait on the device for what `run` copies; else the host does."""
 
-    def ready(self, loads: Loads) -> None:
-        """Once for every pass: copy these first."""
+    def run(self, launch: Callable[[], Output], loads: Loads = NO_LOADS, *, captured: bool = False) -> Output:
+        """Launch one target pass and copy these experts for it, those of early layers first; returns what `launch` does.
+
+        Args:
+            captured: `launch` replays a captured pass. Otherwise it may compile kernels, which no waiting kernel may precede.
+        """
 
     def end_pass(self, used: np.ndarray) -> Uses:
         """A pass has used the experts [L, T, k]: note it, drop its pins."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReadThrough:
     """The target's experts in fast mode."""
 
     memory: ExpertMemory
+    _ended: torch.cuda.Event | None = None  # behind the last pass that was launched
 
     def __call__(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         if self.waits:
@@ -75,8 +85,22 @@ class ReadThrough:
     def waits(self) -> bool:
         return self.memory.stream is not None
 
-    def ready(self, loads: Loads) -> None:
-        """Layer by layer, in the order the pass needs them."""
+    def run(self, launch: Callable[[], Output], loads: Loads = NO_LOADS, *, captured: bool = False) -> Output:
+        before = self._ended
+        if not captured:
+            self._bring(loads, before)
+        out = launch()
+        if self.waits:
+            self._ended = torch.cuda.Event()
+            self._ended.record()
+        if captured:
+            self._bring(loads, before)
+        return out
+
+    def _bring(self, loads: Loads, before: torch.cuda.Event | None) -> None:
+        """Copy layer by layer, a flag behind each; not before the last pass has taken down its own flags."""
+        if before is not None:
+            self.memory.stream.wait_event(before)
         first = 0
         for layer in np.unique(loads[0]).tolist():
             self.memory.publish(first, layer)
@@ -114,9 +138,10 @@ class OnDemand:
     def waits(self) -> bool:
         return False
 
-    def ready(self, loads: Loads) -> None:
+    def run(self, launch: Callable[[], Output], loads: Loads = NO_LOADS, *, captured: bool = False) -> Output:
         self.memory.load(loads)
         self.memory.settled()
+        return launch()
 
     def end_pass(self, used: np.ndarray) -> Uses:
         use_all(self.memory.slots, used[:, :0])  # uses were noted when each layer was served

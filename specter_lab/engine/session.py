@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from specter_lab.measure.sampling import GREEDY, accept_drawn, distribution, inv
 from specter_lab.plan.policy import NO_LOADS, Loads
 
 PREFILL_TOKENS = 32  # read in one pass
+DRAFT = "draft"  # the name of its graph
 
 
 class Verified(NamedTuple):
@@ -53,7 +55,7 @@ class Session:
     drafted: Tensor  # [K, L, k] experts the draft used
     drafted_weights: Tensor  # [K, L, k]
     draws: Tensor  # [3, K + 1] float64 in [0, 1): one row for drafting, one for accepting, one for what follows
-    graphs: dict[tuple, Callable[[], object]] = field(default_factory=dict)
+    graphs: dict[object, Callable[[], object]] = field(default_factory=dict)  # DRAFT, and verification by depth
 
     @property
     def depth(self) -> int:
@@ -65,8 +67,7 @@ class Session:
         self.position.zero_()
         self.step.zero_()
         for piece in prompt[:-1].split(PREFILL_TOKENS):
-            self.target_experts.ready(NO_LOADS)
-            forward(self.decoder, piece, self.position, self.kv, self.target_experts, self.ops)
+            self.target_experts.run(partial(self._read, piece))
             self.position += len(piece)
         self.window[:1] = prompt[-1:]
 
@@ -80,12 +81,13 @@ class Session:
     def prepare(self, depth: int) -> None:
         """Capture what a round of this depth needs, so that no round is slowed by it."""
         if depth:
-            self._pass("draft", self._draft_step)
-        self._pass(("verify", depth), lambda: self._verify(depth))
+            self._pass(DRAFT, self._draft_step)
+        if self.window.is_cuda and depth not in self.graphs:
+            self.target_experts.run(lambda: self._pass(depth, partial(self._verify, depth)))  # capturing runs it once
 
     def draft_step(self) -> None:
         """Draft one token after `window[step]`."""
-        self._pass("draft", self._draft_step)()
+        self._pass(DRAFT, self._draft_step)()
 
     def verify(self, depth: int, loads: Loads = NO_LOADS) -> Verified:
         """Read the window of `depth` drafted tokens, accept, and begin the next window; the position moves on.
@@ -93,14 +95,12 @@ class Session:
         Args:
             loads: experts to copy for it, those of early layers first.
         """
-        run = self._pass(("verify", depth), lambda: self._verify(depth))
-        if self.target_experts.waits:
-            verified = run()
-            self.target_experts.ready(loads)
-        else:
-            self.target_experts.ready(loads)
-            verified = run()
-        return verified
+        self.prepare(depth)
+        launch = self._pass(depth, partial(self._verify, depth))
+        return self.target_experts.run(launch, loads, captured=self.window.is_cuda)
+
+    def _read(self, ids: Tensor) -> None:
+        forward(self.decoder, ids, self.position, self.kv, self.target_experts, self.ops)
 
     def _draft_step(self) -> None:
         token = self.window.index_select(0, self.step)
@@ -136,7 +136,6 @@ class Session:
         if not self.window.is_cuda:
             return function
         if name not in self.graphs:
-            self.target_experts.ready(NO_LOADS)
             self.graphs[name] = captured(function, (self.position, self.step, self.window))
         return self.graphs[name]
 

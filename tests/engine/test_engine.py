@@ -105,6 +105,29 @@ def test_speculation_in_paper_mode_hits_what_it_prefetched():
     assert hits["specter"] > 0.85 > hits["lru"]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["fast", "paper"])
+def test_a_prompt_of_many_passes(mode, device):
+    """Passes follow each other without the host; each waits for its own copies."""
+    resident = engine_of("qwen-nano", 60, device, draft="none")
+    resident.fill_slots()
+    ids = torch.randint(3, 2000, (200,), generator=torch.Generator().manual_seed(0))
+    expected = resident.generate(ids, 16, ignore_eos=True)
+    assert torch.equal(engine_of("qwen-nano", 4, device, mode=mode).generate(ids, 16, depth=3, ignore_eos=True), expected)
+
+
+@pytest.mark.gpu
+def test_passes_launched_one_behind_the_other():
+    engine = engine_of("qwen-nano", 4, "cuda")
+    session = engine._session_for(256, 4, 0.0)
+    with torch.inference_mode():
+        session.begin(ids_of(engine).cuda())
+        for _ in range(20):
+            verified = session.verify(4)
+        torch.cuda.synchronize()
+    assert verified.waited.tolist()[1] == 0 and int(engine.memory.flags.sum()) == 0
+
+
 class Wrong(Prefetcher):
     """Asks for experts nobody named, twice as many as there are slots."""
 
