@@ -25,7 +25,7 @@ def rows():
 
 def test_claims_are_read_off_the_rows(rows):
     per_expert, fused = kernel.claims(rows)
-    assert per_expert.value == pytest.approx(25 / 30) and per_expert.n == 1  # the fine-grained size only
+    assert per_expert.value == pytest.approx(20 / 30) and per_expert.n == 1  # the fine-grained size only
     assert fused.value == pytest.approx(3.0) and fused.n == 2
 
 

@@ -104,11 +104,11 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
     """The two of the paper, over the layer shapes."""
     us = one_token(rows)
     fine = rows.drop_duplicates("model").set_index("model")["expert_width"] == FINE
-    over_bf16 = (us[TORCH] / us[APART])[fine[us.index]]
+    over_bf16 = (us[[GROUPED, TORCH]].min(axis=1) / us[APART])[fine[us.index]]
     over_apart = us[APART] / us[FUSED]
-    said = ", ".join(f"{model} {value:.2f}" for model, value in (us[GROUPED] / us[APART]).items())
+    said = ", ".join(f"{model} {value:.2f}" for model, value in (us[TORCH] / us[APART]).items())
     return [
-        Measured("specter-kernel/per-expert-int4", float(over_bf16.min()), n=len(over_bf16), note=f"against the grouped BF16 kernel: {said}"),
+        Measured("specter-kernel/per-expert-int4", float(over_bf16.min()), n=len(over_bf16), note=f"over the faster BF16, which is the grouped kernel; over torch expert by expert, all sizes: {said}"),
         Measured("specter-kernel/fused-beats-per-expert", float(over_apart.min()), n=len(over_apart),
                  note=", ".join(f"{model} {value:.2f}" for model, value in over_apart.items())),
     ]  # fmt: skip
