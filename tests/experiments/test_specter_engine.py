@@ -56,6 +56,7 @@ def test_claims_and_figure(rows):
     found = {measured.id: measured for measured in engine.claims(rows)}
     assert found["specter-engine/exact@fast"].value == found["specter-engine/exact@paper"].value == 1.0
     assert found["specter-engine/draft-step"].value == 1.5
+    assert 0 < found["specter-engine/compute-share"].value < 1
     assert len(limits(rows)) == 2 * 6
     assert len(engine.plot(rows).axes) == 2
 

@@ -66,7 +66,7 @@ def _present(context: Context) -> list[str]:
 
 def claims(rows: pd.DataFrame) -> list[Measured]:
     """Speed-ups over cells of model, budget and prompt set; the rest over settings, all prompt sets together."""
-    return [*_speedups(rows), *_limits(rows), *_passes(rows), _simulator(rows), *_exact(rows)]
+    return [*_speedups(rows), *_limits(rows), _compute_share(rows), *_passes(rows), _simulator(rows), *_exact(rows)]
 
 
 def _speedups(rows: pd.DataFrame) -> list[Measured]:
@@ -106,6 +106,18 @@ def _limits(rows: pd.DataFrame) -> list[Measured]:
         Measured("specter-engine/link-busy", None if np.isnan(busiest) else busiest, n=len(bound),
                  note="the least busy setting of those that the link limits"),
     ]  # fmt: skip
+
+
+def _compute_share(rows: pd.DataFrame) -> Measured:
+    """As specter-latency-breakdown, measured: all time of plain decoding with demand loading that no copy was on its way."""
+    demand = rows[(rows["item"] == "lru") & (rows["prompt_set"] == ALL_SETS)]
+    share = (
+        (1 - demand["copies_ms_per_token"] / demand["measured_ms_per_token"])
+        .groupby([demand["model"], demand["budget"]])
+        .median()
+    )
+    note = ", ".join(f"{model} {budget} {value:.1%}" for (model, budget), value in share.items())
+    return Measured("specter-engine/compute-share", float(share.max()), n=len(share), note=note)
 
 
 def _passes(rows: pd.DataFrame) -> list[Measured]:
