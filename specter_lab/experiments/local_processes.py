@@ -36,7 +36,8 @@ def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome],
     with _one_thread_each(workers):
         pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
         try:
-            numbers = {pool.submit(timed, job.function, dict(job.arguments)): i for i, job in enumerate(jobs)}
+            with _ctrl_c_ignored():  # workers start here, and inherit it
+                numbers = {pool.submit(timed, job.function, dict(job.arguments)): i for i, job in enumerate(jobs)}
             for future in as_completed(numbers):
                 yield numbers[future], partial(_outcome, future)
         except BaseException:
@@ -54,8 +55,7 @@ def _outcome(future: Future) -> tuple[Rows, float]:
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the parent, and do not outlive it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Do not outlive the parent."""
     parent = multiprocessing.parent_process()
 
     def follow() -> None:
@@ -64,6 +64,19 @@ def _start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+
+
+@contextmanager
+def _ctrl_c_ignored() -> Iterator[None]:
+    """Processes started here leave Ctrl-C to their parent from their first moment."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may say so, and only it is interrupted
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _kill(processes: Sequence) -> None:

@@ -124,7 +124,7 @@ def test_a_simulated_time_is_no_measurement_on_any_machine(gpu):
 def test_what_belongs_beside_a_value_stands_beside_it_in_the_readme(monkeypatch):
     ordering = claim("ordering", tolerance=0.2, headline=True)
     found = judge(ordering, Measured("e/c", 0.8, simulated=True, aside="A < B in 10%"), ZOO)
-    monkeypatch.setattr(compare, "EXPERIMENTS", {"e": Experiment("e", "", "", "", "", {})})
+    monkeypatch.setattr(compare, "EXPERIMENTS", {"e": Experiment("e", "", "", "", "", {"cpu": 1})})
     monkeypatch.setattr(compare, "claims_of", lambda _: [ordering])
     monkeypatch.setattr(compare, "_verdicts", lambda *_: {"e/c": found})
     (ours,) = compare.headline_table()["ours"]
