@@ -32,6 +32,7 @@ def start_cli(tmp_path, **environment):
     return subprocess.Popen(
         command, cwd=paths.ROOT, env={**os.environ, **environment}, start_new_session=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the tests may run where Ctrl-C is ignored
     )  # fmt: skip
 
 
