@@ -22,6 +22,7 @@ from specter_lab.engine.arena import Budget
 from specter_lab.engine.decode import Meter, RoundRouting, decode
 from specter_lab.engine.expert_math import DraftExperts
 from specter_lab.engine.experts import ExpertMemory, new_expert_memory
+from specter_lab.engine.host_experts import new_host_experts
 from specter_lab.engine.ops import Ops, TorchOps
 from specter_lab.engine.served import OnDemand, ReadThrough, TargetExperts
 from specter_lab.engine.session import Session, new_session
@@ -32,13 +33,13 @@ from specter_lab.plan.depth_control import DepthController, FixedDepth, OnlineDe
 from specter_lab.plan.hardware import PAPERS_GPU, read_profile
 from specter_lab.plan.policies import find_policy
 from specter_lab.plan.policy import Policy, Prefetcher, Scene
-from specter_lab.plan.serve import LOAD, READ_THROUGH
+from specter_lab.plan.serve import CPU_IF_SOONER, LOAD, READ_THROUGH
 from specter_lab.plan.step_costs import StepCosts
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 MAX_DEPTH = 16
 SESSION_TOKENS = 256  # a session's room for tokens is a multiple of this
-MODES = {"fast": "specter-fast", "paper": "specter"}  # and their policies
+MODES = {"fast": "specter-fast", "paper": "specter", "shared": "specter-shared"}  # and their policies
 
 
 @dataclass
@@ -176,7 +177,8 @@ def engine_for(
         expert_budget: device memory for expert slots, in bytes or like "6GiB"; every layer gets at least one slot. Some
             policies divide it otherwise (`Policy.slots`).
         in_slots: `expert_budget` counts expert slots per layer instead.
-        mode: "fast": kernels read missing experts over the link themselves; "paper": the host copies them, layer by layer.
+        mode: "fast": kernels read missing experts over the link themselves; "paper": the host copies them, layer by layer;
+            "shared": and its cores compute some of them, which rounds differently.
         policy: id of an exact policy in `plan.policies`; default: the mode's.
         draft: "int4", or "none" for plain decoding.
         memory_budget: of everything the engine holds on the device.
@@ -187,7 +189,7 @@ def engine_for(
     """
     if mode not in MODES:
         raise UserError(f"no mode '{mode}': choose {' or '.join(MODES)}")
-    chosen, shape = _runnable(policy or MODES[mode]), weights.shape
+    chosen, shape = _runnable(policy or MODES[mode], mode), weights.shape
     drafts = draft == "int4" and chosen.draft is not None
     costs = StepCosts(anatomy(weights.config, weights.name), read_profile(profile))
     scene = Scene(costs, _slots_per_layer(weights, expert_budget, in_slots), MAX_DEPTH)
@@ -196,17 +198,20 @@ def engine_for(
     pool = weights.draft if drafts else DraftExperts(())
     budget.take("draft's INT4 experts", pool.nbytes, "use draft='none', or a larger budget")
     prefetcher = chosen.prefetch(scene)
-    target = ReadThrough(memory) if mode == "fast" else OnDemand(memory, prefetcher)
+    host = new_host_experts(memory) if mode == "shared" else None
+    target = ReadThrough(memory) if mode == "fast" else OnDemand(memory, prefetcher, host)
     depth = 0 if not drafts else chosen.depth if mode == "fast" else chosen.depth_in(scene)
     return Engine(weights, memory, target, pool, chosen, prefetcher, depth, budget, _ops(weights.device))
 
 
-def _runnable(name: str) -> Policy:
+def _runnable(name: str, mode: str) -> Policy:
     policy = find_policy(name)
+    if policy.miss == CPU_IF_SOONER and mode != "shared":
+        raise UserError(f"policy '{name}' lets the host's cores compute misses: give mode='shared'")
     cannot = [
         (policy.lossy, "changes the output"),
         (policy.draft not in ("int4", None), "drafts with fewer of the target's experts"),
-        (policy.miss not in (LOAD, READ_THROUGH), "computes misses on the CPU"),
+        (policy.miss not in (LOAD, READ_THROUGH, CPU_IF_SOONER), "computes misses on the CPU whatever the link does"),
         (policy.scores is not None, "scores its victims"),
     ]
     for is_so, what in cannot:

@@ -47,6 +47,7 @@ class Meter:
     tokens: int = 0
     needed: int = 0  # distinct experts per layer and target pass
     hits: int = 0  # of these: in a slot when verification began
+    by_host: int = 0  # computed by the host's cores
     read_through_bytes: int = 0  # read by kernels over the link
     h2d_bytes: int = 0  # copied into slots
     seconds: float = 0.0  # of decoding, without prefill
@@ -64,6 +65,7 @@ class Meter:
         self.tokens += accepted + 1
         self.needed += uses.needed
         self.hits += uses.hits
+        self.by_host += uses.by_host
         self.read_through_bytes += read_through_bytes
         self.h2d_bytes += h2d_bytes
         self.seconds += seconds

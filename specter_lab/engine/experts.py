@@ -41,10 +41,14 @@ class ExpertMemory:
     flags: Tensor  # [L] int32 on the device: a layer's copies have arrived (`kernels.arrival`)
     waited: Tensor  # [2] int64 on the device: nanoseconds that kernels waited for flags, and whether one gave up
     watch: Stopwatch
+    snapshots: (
+        Tensor  # [N, L, E] on the host: what copies to the table read, while the host goes on changing `addresses`
+    )
     link_free_ms: float = 0.0  # when the copies begun so far should have ended, on the host's clock
     h2d_bytes: int = 0  # copied into slots; counted at the copy call
     counters: dict[str, int] = field(default_factory=dict)
     _unsettled: bool = False  # copies were begun that no stream waits for yet
+    _settled: int = 0  # times so far
 
     def __post_init__(self) -> None:
         self._ones = torch.ones(len(self.flags), dtype=torch.int32, pin_memory=self.stream is not None)
@@ -90,7 +94,8 @@ class ExpertMemory:
     def settled(self) -> None:
         """Make the current stream wait for every copy that was begun; the table then says where experts lie.
 
-        Kernels that still run when more is loaded must not read experts that come or go: those they need are pinned.
+        Kernels that still run when more is loaded must not read experts that come or go: those they need are pinned. At most
+        `len(snapshots)` calls may be ahead of the device.
         """
         if not self._unsettled:
             return
@@ -98,7 +103,9 @@ class ExpertMemory:
         if self.stream is not None:
             with self.watch.stretch("compute", "stall"):
                 torch.cuda.current_stream().wait_stream(self.stream)
-        self.table.copy_(self.addresses, non_blocking=True)
+        snapshot = self.snapshots[self._settled % len(self.snapshots)]
+        self._settled += 1
+        self.table.copy_(snapshot.copy_(self.addresses), non_blocking=True)
 
     def publish(self, first: int, last: int) -> None:
         """Behind the copies begun so far: rows of the table and flags of layers first .. last - 1."""
@@ -162,6 +169,7 @@ def new_expert_memory(
         held=np.full((layers, int(slots_per_layer.max())), ABSENT),
         flags=torch.zeros(layers, dtype=torch.int32, device=device),
         waited=torch.zeros(2, dtype=torch.int64, device=device), watch=Stopwatch(on_gpu),
+        snapshots=torch.empty(2 * experts, layers, experts, dtype=torch.int64, pin_memory=on_gpu),
     )  # fmt: skip
 
 

@@ -7,11 +7,11 @@ by the kernels (`kernels.arrival`).
 Paper mode: the host, layer by layer (`OnDemand`; Specter, section SEE). It reads the layer's routing, begins the copies of what is
 missing, has those that are there computed meanwhile, and then the others:
 
-    host       route? | begin copies of misses                     | route? | ...
-    compute    layer  | hits ......... | wait | misses | sum       | layer  | ...
+    host       route? | begin copies of misses | compute some itself | route? | ...
+    compute    layer  | hits ......... | wait | misses | sum         | layer  | ...
     copies            | miss, miss, miss      |
 
-Both give bitwise the same sums (`expert_math`).
+Both give bitwise the same sums (`expert_math`), unless the host computes some of the misses itself (`host_experts`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from specter_lab.engine import expert_math
 from specter_lab.engine.expert_math import NOT_NOW
 from specter_lab.engine.experts import MISS, ExpertMemory
 from specter_lab.engine.graphs import Launch, host_work
+from specter_lab.engine.host_experts import HostExperts
 from specter_lab.plan.policy import NO_LOADS, Loads, Prefetcher
 from specter_lab.plan.residency import begin_layer, end_uses, use_all
 
@@ -39,7 +40,8 @@ class Uses(NamedTuple):
 
     needed: int
     hits: int  # in a slot when their layer was routed
-    read_through: int  # read over the link by kernels
+    read_through: int = 0  # read over the link by kernels
+    by_host: int = 0  # computed by the host's cores
 
 
 class TargetExperts(Protocol):
@@ -111,7 +113,7 @@ class ReadThrough:
 
     def end_pass(self, used: np.ndarray) -> Uses:
         needed, hits = use_all(self.memory.slots, used)
-        return Uses(needed, hits, needed - hits)
+        return Uses(needed, hits, read_through=needed - hits)
 
 
 @dataclass
@@ -120,16 +122,21 @@ class OnDemand:
 
     memory: ExpertMemory
     prefetcher: Prefetcher
-    _host: dict[tuple, Tensor] = field(default_factory=dict)  # staging for indices, by shape
+    host: HostExperts | None = None  # computes some of the misses
+    _staged: dict[tuple, Staging] = field(default_factory=dict)  # by shape of the indices
     _needed: int = 0
     _hits: int = 0
+    _by_host: int = 0
 
     def __call__(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         parts, chosen = expert_math.new_parts(x, indices), torch.empty_like(indices)
-        staged = self._staging(indices)
-        staged[0].copy_(indices, non_blocking=True)
+        staged = self._staging(x, indices, weights)
+        staged.indices[0].copy_(indices, non_blocking=True)
+        if self.host:
+            staged.x.copy_(x, non_blocking=True)
+            staged.weights.copy_(weights, non_blocking=True)
         host_work(
-            lambda run: self._serve(layer, staged, chosen, run),
+            lambda run: self._serve(layer, staged, chosen, parts, run),
             lambda: expert_math.compute(self.memory, layer, x, chosen, weights, parts),
         )
         return expert_math.combine(parts, indices, self.memory.shape.num_experts, x.dtype)
@@ -145,38 +152,64 @@ class OnDemand:
 
     def end_pass(self, used: np.ndarray) -> Uses:
         use_all(self.memory.slots, used[:, :0])  # uses were noted when each layer was served
-        found = Uses(self._needed, self._hits, 0)
-        self._needed = self._hits = 0
+        found = Uses(self._needed, self._hits, by_host=self._by_host)
+        self._needed = self._hits = self._by_host = 0
         return found
 
-    def _serve(self, layer: int, staged: Tensor, chosen: Tensor, run: Launch) -> None:
-        """Hits first, then misses, as many at a time as the layer has slots for."""
+    def _serve(self, layer: int, staged: Staging, chosen: Tensor, parts: Tensor, run: Launch) -> None:
+        """Hits first, then misses as they come. Where slots are few, half of them compute while the other half is filled."""
         memory, slots = self.memory, self.memory.slots
         memory.watch.wait()  # the layer's routing has reached the host
         memory.settled()
-        used, runs, waiting = staged[0].numpy(), 0, np.zeros(slots.slot_of.shape[1], np.bool_)
-        there, missing = begin_layer(slots, layer, used)
-        self._needed, self._hits = self._needed + len(there) + len(missing), self._hits + len(there)
+        used, runs = staged.indices[0].numpy(), 0
+        ready, missing = begin_layer(slots, layer, used)
+        self._needed, self._hits = self._needed + len(ready) + len(missing), self._hits + len(ready)
+        by_host = self.host.share(missing) if self.host else np.zeros(len(missing), np.bool_)
+        own, missing, half = missing[by_host], missing[~by_host], max(1, int(slots.count[layer]) // 2)
+        slots.pinned[layer, own] = False
+        self._by_host += len(own)
         while True:
             begun = memory.load((np.full(len(missing), layer), missing), MISS)
-            if len(there):
-                runs, waiting[:] = runs + 1, True
-                waiting[there] = False
-                staged[runs].numpy()[:] = np.where(waiting[used], NOT_NOW, used)
-                chosen.copy_(staged[runs], non_blocking=True)
+            coming, missing = missing[:begun], missing[begun:]
+            now, ready = (ready[:half], ready[half:]) if len(missing) else (ready, ready[:0])
+            if len(now):
+                runs += 1
+                staged.only(runs, now)
+                chosen.copy_(staged.indices[runs], non_blocking=True)
                 run()
-                end_uses(slots, layer, there)
-            if not len(missing):
+                end_uses(slots, layer, now)
+            if len(own):
+                self.host.compute(layer, own, staged.x, used, staged.weights, parts)
+                own = own[:0]
+            ready = np.concatenate([ready, coming])
+            if not len(ready) and not len(missing):
                 break
             memory.settled()
             memory.after_compute()  # whoever was computed may be overwritten
-            there, missing = missing[:begun], missing[begun:]
         memory.load(self.prefetcher.verifying(layer, used, memory.clock()))
 
-    def _staging(self, indices: Tensor) -> Tensor:
-        """[E + 1, T, k] on the host: a layer's indices, then those of every run; reused once the layer is through."""
+    def _staging(self, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:
         key = tuple(indices.shape)
-        if key not in self._host:
-            size = (self.memory.shape.num_experts + 1, *key)
-            self._host[key] = torch.empty(size, dtype=indices.dtype, pin_memory=indices.is_cuda)
-        return self._host[key]
+        if key not in self._staged:
+            self._staged[key] = _new_staging(self.memory.shape.num_experts, x, indices, weights)
+        return self._staged[key]
+
+
+class Staging(NamedTuple):
+    """A layer's routing on the host, and what every run computes of it; used again once the layer is through."""
+
+    indices: Tensor  # [E + 1, T, k] the layer's, then those of every run
+    x: Tensor  # [T, H]
+    weights: Tensor  # [T, k]
+
+    def only(self, run: int, experts: np.ndarray) -> None:
+        """Run `run` computes these experts alone."""
+        used = self.indices[0].numpy()
+        self.indices[run].numpy()[:] = np.where(np.isin(used, experts), used, NOT_NOW)
+
+
+def _new_staging(num_experts: int, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:
+    def room(like: Tensor, *more: int) -> Tensor:
+        return torch.empty(*more, *like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+    return Staging(room(indices, num_experts + 1), room(x), room(weights))

@@ -126,6 +126,25 @@ def experts_ms(costs: PassCosts, experts: int, uses: int) -> float:
 
 
 @compiled
+def ends_sooner_by_cpu(cpu_free_ms: float, cpu_ms: float, link_free_ms: float, copy_ms: float) -> bool:
+    """Whether the host's cores end an expert before its copy would."""
+    return cpu_free_ms + cpu_ms < link_free_ms + copy_ms
+
+
+@compiled
+def sooner_by_cpu(count: int, link_free_ms: float, copy_ms: float, cpu_ms: float) -> np.ndarray:
+    """Which of `count` misses in a row the host's cores, idle now, should compute: [count] bool."""
+    chosen, cpu_free_ms = np.zeros(count, np.bool_), 0.0
+    for miss in range(count):
+        chosen[miss] = ends_sooner_by_cpu(cpu_free_ms, cpu_ms, link_free_ms, copy_ms)
+        if chosen[miss]:
+            cpu_free_ms += cpu_ms
+        else:
+            link_free_ms += copy_ms
+    return chosen
+
+
+@compiled
 def in_host_memory(streams: Streams, disk: Disk, asked: float, layer: int, expert: int) -> float:
     """The event from which an expert can be copied: `asked` where host memory holds it, else the end of its read."""
     return run(streams, DISK, disk.read_ms, asked, DISK_READ, layer, expert) if expert >= disk.first else asked
@@ -162,16 +181,31 @@ def serve(
     last: int, counted: bool,
 ) -> float:  # fmt: skip
     """Layers `first` .. `last` - 1 of a target pass; returns the event of its end. `told`: the host learns every routing."""
-    row = 0
+    row, began_ms = 0, streams.free_ms[COMPUTE]
     for layer in range(first, last):
+        if miss == READ_THROUGH:
+            row = _copy_own(slots, streams, meter, costs, ahead, row, layer, began_ms)
         now = run(streams, COMPUTE, costs.layer_ms, 0.0, ATTENTION, layer, NOBODY)
         if counted:
             _count(slots, meter, needs, layer, now)
         host_ms = run(streams, D2H, costs.routing_ms, now, ROUTING, layer, NOBODY) if told else now
         _experts(slots, streams, meter, costs, needs, miss, layer, now, host_ms)
-        if row < len(ahead.known):
+        if miss != READ_THROUGH and row < len(ahead.known):
             row = _copy_ahead(slots, streams, meter, costs, ahead, row, layer, host_ms)
     return streams.free_ms[COMPUTE]
+
+
+@compiled
+def _copy_own(
+    slots: Slots, streams: Streams, meter: Meter, costs: PassCosts, ahead: Ahead, row: int, layer: int, began_ms: float
+) -> int:
+    """Begin what is wanted of `layer`, asked for when the pass began: nobody tells the host of misses that would go first."""
+    last = row
+    while last < len(ahead.layers) and ahead.layers[last] <= layer:
+        last += 1
+    absent = np.array([i for i in range(row, last) if slots.slot_of[ahead.layers[i], ahead.experts[i]] == ABSENT], np.int64)
+    prefetch(slots, streams, meter, costs.copy_ms, costs.disk, began_ms, ahead.layers[absent], ahead.experts[absent])
+    return last
 
 
 @compiled
@@ -245,7 +279,8 @@ def _experts(
         if miss == CPU_IF_SOONER or miss == CPU_IF_SHORTER:
             cpu_ms = max(costs.cpu_read_ms, uses * costs.cpu_flop_ms)
             there = max(streams.free_ms[DISK], host_ms) + costs.disk.read_ms if expert >= costs.disk.first else host_ms
-            sooner = max(streams.free_ms[CPU], there) + cpu_ms < max(streams.free_ms[H2D], there) + costs.copy_ms
+            cpu_free_ms, link_free_ms = max(streams.free_ms[CPU], there), max(streams.free_ms[H2D], there)
+            sooner = ends_sooner_by_cpu(cpu_free_ms, cpu_ms, link_free_ms, costs.copy_ms)
             better = sooner if miss == CPU_IF_SOONER else cpu_ms < costs.copy_ms
             kind = CPU_IF_SOONER if better else LOAD
         if kind == LOAD:

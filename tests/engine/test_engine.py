@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from specter_lab.engine import api
+from specter_lab.engine import api, expert_math, host_experts
 from specter_lab.engine.arena import Budget, host_slab
 from specter_lab.engine.decode import Meter, decode
 from specter_lab.engine.decoder import forward, new_kv_cache
+from specter_lab.engine.host_experts import new_host_experts
 from specter_lab.engine.ops import TorchOps
 from specter_lab.engine.shape import shape_of
 from specter_lab.errors import UserError
@@ -16,6 +17,7 @@ from specter_lab.models.originals import ORIGINALS
 from specter_lab.plan.depth_control import FixedDepth
 from specter_lab.plan.policy import Prefetcher
 from specter_lab.plan.residency import ABSENT
+from specter_lab.plan.serve import sooner_by_cpu
 
 MODELS = ("qwen-nano", "phi-nano", "deepseek-nano")
 TEXT = "The old man walked along the river and then he said to his son"
@@ -24,8 +26,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def engine_of(model: str, slots: int, device: str = "cpu", **options) -> api.Engine:
     engine = api.load(model, expert_budget=slots, in_slots=True, device=device, **options)
-    engine.memory.device.fill_(float("nan"))  # a slot that is read before it was filled spoils everything
+    spoil(engine)
     return engine
+
+
+def spoil(engine: api.Engine) -> None:
+    """A slot that is read before it was filled spoils everything."""
+    engine.memory.device.fill_(float("nan"))
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()  # copies run on a stream of their own
 
 
 def ids_of(engine: api.Engine) -> torch.Tensor:
@@ -81,7 +90,7 @@ def test_paper_mode_writes_the_same_under_every_policy(model, policies, device):
     for number, policy in enumerate(policies):
         slots = (1, 6)[number % 2]
         engine = api.engine_for(fast.weights, expert_budget=slots, in_slots=True, mode="paper", policy=policy)
-        engine.memory.device.fill_(float("nan"))
+        spoil(engine)
         assert torch.equal(engine.generate(ids, 12), expected), policy
         assert engine.stats.read_through_bytes == 0 and not engine.memory.slots.pinned.any()
 
@@ -94,6 +103,52 @@ def test_paper_mode_counts_every_copy():
     assert stats.tokens_per_round == 1 and stats.needed == 24 * 4 * len(slots.count)
     assert stats.h2d_bytes == (stats.needed - stats.hits) * expert_bytes > 0
     assert engine.memory.h2d_bytes == slots.generation.sum() * expert_bytes  # the prompt's as well
+
+
+@pytest.mark.parametrize("policy", ["specter-shared", "lru-shared", "hybrimoe"])
+def test_host_and_link_share_the_misses(policy, monkeypatch):
+    """In float32 the host's sums are close enough for the same greedy text; every miss is somebody's."""
+    resident = engine_of("qwen-nano", 60)
+    ids = ids_of(resident)
+    engine = engine_of("qwen-nano", 6, mode="shared", policy=policy)
+    assert torch.equal(engine.generate(ids, 24), resident.generate(ids, 24))
+    engine.stats = Meter()
+    monkeypatch.setattr(host_experts, "NEW_SHARE", 0.0)
+    engine.target.host.expert_ms = 0.9 * engine.memory.copy_ms  # about as long as a copy: they take turns
+    engine.generate(ids, 24)
+    stats, copies = engine.stats, engine.stats.h2d_bytes // engine.memory.host[0, 0].nbytes
+    assert stats.by_host > 0 and copies > 0 and not engine.memory.slots.pinned.any()
+    assert stats.by_host + copies >= stats.needed - stats.hits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_the_host_computes(device):
+    """Beside those of the GPU: as close as BF16 rounding of what lies between gate, up and down allows."""
+    engine = engine_of("qwen-nano", 60, device)
+    engine.fill_slots()
+    memory, generator = engine.memory, torch.Generator().manual_seed(0)
+    dtype = engine.weights.decoder.embedding.dtype
+    x = torch.randn(5, memory.shape.hidden, generator=generator).to(dtype)
+    indices = torch.stack([torch.randperm(60, generator=generator)[:4] for _ in range(5)])
+    weights = torch.rand(5, 4, generator=generator)
+    on_device = [part.to(device) for part in (x, indices, weights)]
+    expected = expert_math.new_parts(*on_device[:2])
+    expert_math.compute(memory, 1, *on_device, expected)
+    found = torch.zeros_like(expected)
+    host = new_host_experts(memory)
+    mine = np.unique(indices)[::2]
+    host.compute(1, mine, x, indices.numpy(), weights, found)
+    of_host = torch.from_numpy(np.isin(indices, mine)).to(device)
+    assert (found[~of_host] == 0).all()
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert (found - expected)[of_host].abs().max() < tolerance * expected.abs().max()
+
+
+def test_sharing_is_even():
+    """With cores as fast as the link every second miss is theirs; a busy link leaves them more, a slow host none."""
+    assert sooner_by_cpu(6, 0.0, 1.0, 0.99).sum() == 3
+    assert sooner_by_cpu(6, 4.0, 1.0, 0.99).sum() == 5
+    assert not sooner_by_cpu(3, 0.0, 1.0, 5.0).any() and len(sooner_by_cpu(0, 0.0, 1.0, 1.0)) == 0
 
 
 def test_speculation_in_paper_mode_hits_what_it_prefetched():
@@ -113,7 +168,9 @@ def test_a_prompt_of_many_passes(mode, device):
     resident.fill_slots()
     ids = torch.randint(3, 2000, (200,), generator=torch.Generator().manual_seed(0))
     expected = resident.generate(ids, 16, ignore_eos=True)
-    assert torch.equal(engine_of("qwen-nano", 4, device, mode=mode).generate(ids, 16, depth=3, ignore_eos=True), expected)
+    assert torch.equal(
+        engine_of("qwen-nano", 4, device, mode=mode).generate(ids, 16, depth=3, ignore_eos=True), expected
+    )
 
 
 @pytest.mark.gpu
@@ -215,7 +272,8 @@ def test_what_the_engine_has_no_code_for():
     with pytest.raises(UserError, match="changes the output"):
         lossy = next(p for p in api.find_policy.__globals__["POLICIES"].values() if p.lossy)
         api.load("qwen-nano", expert_budget="1MiB", policy=lossy.id, device="cpu")
-    for policy, why in (("ss-moe", "fewer of the target's"), ("fiddler", "on the CPU"), ("moe-infinity", "scores")):
+    for policy, why in (("ss-moe", "fewer of the target's"), ("fiddler", "on the CPU"), ("moe-infinity", "scores"),
+                        ("hybrimoe", "give mode='shared'")):  # fmt: skip
         with pytest.raises(UserError, match=why):
             engine_of("qwen-nano", 2, mode="paper", policy=policy)
     with pytest.raises(UserError, match="no mode 'slow'"):

@@ -13,6 +13,7 @@ from specter_lab.plan.residency import ABSENT
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROUNDS = {"cpu": 60, "cuda": 1000}
+COPY = ExpertMemory._copy
 SLOW_CYCLES = 2_000_000  # about a millisecond, against ten microseconds for a copy of this size
 
 
@@ -36,7 +37,9 @@ class Saboteur(Prefetcher):
         if self._draw.random() < 0.3:
             return NO_LOADS
         layers, experts = np.nonzero(self._slots.slot_of == ABSENT)
-        chosen = np.sort(self._draw.permutation(len(layers))[: self._draw.integers(1, 2 * int(self._slots.count.sum()) + 1)])
+        chosen = np.sort(
+            self._draw.permutation(len(layers))[: self._draw.integers(1, 2 * int(self._slots.count.sum()) + 1)]
+        )
         pins = chosen[self._draw.random(len(chosen)) < 0.2]
         self._slots.pinned[layers[pins], experts[pins]] = True
         return layers[chosen], experts[chosen]
@@ -44,12 +47,11 @@ class Saboteur(Prefetcher):
 
 def slow_down(memory: ExpertMemory, draw: np.random.Generator, patch: pytest.MonkeyPatch) -> None:
     """Every tenth copy takes a hundred times as long."""
-    copy = ExpertMemory._copy
 
     def slow(self, *where):
         if self.stream is not None and draw.random() < 0.1:
             torch.cuda._sleep(SLOW_CYCLES)  # on the copies' stream
-        copy(self, *where)
+        COPY(self, *where)
 
     patch.setattr(ExpertMemory, "_copy", slow)
 
@@ -66,6 +68,8 @@ def test_a_thousand_bad_rounds(mode, device, monkeypatch):
     while rounds < ROUNDS[device]:
         engine = api.engine_for(weights, expert_budget=1 + seed % 3, in_slots=True, mode=mode)
         engine.memory.device.fill_(float("nan"))
+        if device == "cuda":
+            torch.cuda.synchronize()  # copies run on a stream of their own
         slow_down(engine.memory, np.random.default_rng(seed), monkeypatch)
         prefetcher = Saboteur(seed)
         if mode == "paper":

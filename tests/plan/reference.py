@@ -134,9 +134,12 @@ class Reference:
         if self.barrier:
             self.stall += max(0.0, self.free["h2d"] - self.free["compute"])
             self.free["compute"] = max(self.free["compute"], self.free["h2d"])
+        begun = self.free["compute"]
         for layer in range(len(self.layers)):
+            if self.prefetch == "rolling" and self.miss == "read through":
+                self.bring(layer, begun)
             now = self.layer(layer, used[:, layer], counted)
-            if self.prefetch == "rolling":
+            if self.prefetch == "rolling" and self.miss != "read through":
                 self.hand_out_while_verifying(layer, now)
         return self.free["compute"]
 
@@ -195,6 +198,12 @@ class Reference:
             for layer, _, expert in self.wanted[:count]:
                 self.put(layer, expert, now, self.costs.copy_ms)
             self.wanted = self.wanted[count:]
+
+    def bring(self, layer, begun):
+        """What is wanted of this layer, asked for when the pass began: nobody hears of misses that would go first."""
+        for _, _, expert in sorted(row for row in self.wanted if row[0] == layer):
+            self.put(layer, expert, begun, self.costs.copy_ms)
+        self.wanted = [row for row in self.wanted if row[0] > layer]
 
     def hand_out_while_verifying(self, layer, now):
         self.wanted = [row for row in self.wanted if row[0] > layer]

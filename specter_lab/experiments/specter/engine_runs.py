@@ -43,6 +43,7 @@ RESIDENT, ONLINE = "all-resident", "specter-fast, online depth"
 SYSTEMS = {  # name -> mode, policy
     RESIDENT: ("fast", "specter-fast"), "specter-fast": ("fast", "specter-fast"), ONLINE: ("fast", "specter-fast"),
     "specter": ("paper", "specter"), "specmoeoff": ("paper", "specmoeoff"), "lru": ("paper", "lru"), "lru-s": ("paper", "lru-s"),
+    "specter-shared": ("shared", "specter-shared"), "lru-shared": ("shared", "lru-shared"),
 }  # fmt: skip
 ALL_SETS = "all"
 GRAPH_LAUNCH_US = 0.01  # per operator of a captured pass: the host launches it as one
@@ -208,7 +209,13 @@ def simulated(engine: Engine, replay: Replay, model: str, machine: Machine, new_
     """Milliseconds per token that the simulator gives the same rounds, requests one after the other; slots begin empty there."""
     layers = priced_as(model).layers
     launch_us = GRAPH_LAUNCH_US if engine.target.waits else 1e3 * machine.host_pass_ms / (layers * OPERATORS_PER_LAYER)
-    costs = StepCosts(priced_as(model), replace(machine.profile, launch_us=launch_us))
+    profile = replace(machine.profile, launch_us=launch_us)
+    if engine.target.host:
+        expert_gb = priced_as(model).expert_bytes * 1e-9
+        profile = replace(
+            profile, cpu=replace(profile.cpu, memory_bandwidth_gb_s=expert_gb / engine.target.host.expert_ms * 1e3)
+        )
+    costs = StepCosts(priced_as(model), profile)
     scene = Scene(costs, int(engine.memory.slots.count.min()), MAX_DEPTH)
     miss = READ_THROUGH if engine.target.waits else engine.policy.miss
     policy = replace(engine.policy, miss=miss, slots=lambda scene: np.resize(engine.memory.slots.count, scene.layers))
@@ -227,7 +234,7 @@ def _meter_row(meter: Meter, machine: Machine) -> dict:
         "read_through_mb_per_token": round(meter.read_through_bytes / meter.tokens / 1e6, 2),
         "link_gb_s": round(moved / meter.seconds / 1e9, 2), "link_busy_share": round(moved / meter.seconds / 1e9 / machine.link_gb_s, 4),
         "floor_link_ms_per_token": round(moved / meter.tokens / machine.link_gb_s / 1e6, 4),
-        "copies_ms_per_token": round(copies_ms / meter.tokens, 4),
+        "by_host_share": round(meter.by_host / meter.needed, 4), "copies_ms_per_token": round(copies_ms / meter.tokens, 4),
         **{f"{work.replace(' ', '_')}_ms_per_token": round(meter.busy_ms.get(work, 0.0) / meter.tokens, 4)
            for work in ("draft step", "verify", "prefetch", "miss", "stall")},
     }  # fmt: skip
