@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specter_lab.engine.arena import Budget
-from specter_lab.engine.decode import Meter, RoundRouting, decode
+from specter_lab.engine.decode import Meter, OnRound, decode
 from specter_lab.engine.expert_math import DraftExperts
 from specter_lab.engine.experts import ExpertMemory, new_expert_memory
 from specter_lab.engine.host_experts import new_host_experts
@@ -56,7 +56,7 @@ class Engine:
     budget: Budget
     ops: Ops
     stats: Meter = field(default_factory=Meter)
-    on_round: Callable[[RoundRouting], None] | None = None  # told of every round's routing
+    on_round: OnRound | None = None  # told of every round's routing and work
     _session: Session | None = None
 
     @property
@@ -168,7 +168,7 @@ def load(model: str, *, device: str | None = None, widen_to: str | None = None, 
 
 
 def engine_for(
-    weights: Weights, *, expert_budget: str | int, in_slots: bool = False, mode: str = "fast", policy: str | None = None,
+    weights: Weights, *, expert_budget: str | int, in_slots: bool = False, mode: str = "fast", policy: str | Policy | None = None,
     draft: str = "int4", memory_budget: str | int = 2**62, profile: str = PAPERS_GPU,
 ) -> Engine:  # fmt: skip
     """An engine over loaded weights.
@@ -179,7 +179,7 @@ def engine_for(
         in_slots: `expert_budget` counts expert slots per layer instead.
         mode: "fast": kernels read missing experts over the link themselves; "paper": the host copies them, layer by layer;
             "shared": and its cores compute some of them, which rounds differently.
-        policy: id of an exact policy in `plan.policies`; default: the mode's.
+        policy: an exact policy, or the id of one in `plan.policies`; default: the mode's.
         draft: "int4", or "none" for plain decoding.
         memory_budget: of everything the engine holds on the device.
         profile: of this machine, for policies that plan with its numbers.
@@ -204,10 +204,10 @@ def engine_for(
     return Engine(weights, memory, target, pool, chosen, prefetcher, depth, budget, _ops(weights.device))
 
 
-def _runnable(name: str, mode: str) -> Policy:
-    policy = find_policy(name)
+def _runnable(policy: str | Policy, mode: str) -> Policy:
+    policy = find_policy(policy) if isinstance(policy, str) else policy
     if policy.miss == CPU_IF_SOONER and mode != "shared":
-        raise UserError(f"policy '{name}' lets the host's cores compute misses: give mode='shared'")
+        raise UserError(f"policy '{policy.id}' lets the host's cores compute misses: give mode='shared'")
     cannot = [
         (policy.lossy, "changes the output"),
         (policy.draft not in ("int4", None), "drafts with fewer of the target's experts"),
@@ -216,7 +216,7 @@ def _runnable(name: str, mode: str) -> Policy:
     ]
     for is_so, what in cannot:
         if is_so:
-            raise UserError(f"policy '{name}' {what}: simulate it instead, the engine has no code for that")
+            raise UserError(f"policy '{policy.id}' {what}: simulate it instead, the engine has no code for that")
     return policy
 
 

@@ -37,6 +37,9 @@ class RoundRouting(NamedTuple):
     used: np.ndarray  # [L, K + 1, k], by the target
 
 
+OnRound = Callable[[RoundRouting, list[Span]], None]
+
+
 @dataclass
 class Meter:
     """What was counted while decoding; sums over rounds unless said otherwise."""
@@ -104,14 +107,14 @@ class Meter:
 
 def decode(
     session: Session, memory: ExpertMemory, prefetcher: Prefetcher, depth: DepthController, prompt: Tensor, *,
-    new_tokens: int, generator: Generator, meter: Meter, on_round: Callable[[RoundRouting], None] | None = None,
+    new_tokens: int, generator: Generator, meter: Meter, on_round: OnRound | None = None,
 ) -> Iterator[list[int]]:  # fmt: skip
     """Committed tokens, round by round, until there are `new_tokens`; the last round may bring more.
 
     Args:
         prompt: [P] token ids, P at least 2.
         generator: of sampling, on the device; unused when the session is greedy.
-        on_round: told of every round's routing, outside the time that is measured.
+        on_round: told of every round's routing and work, outside the time that is measured.
     """
     session.begin(prompt)
     session.target_experts.end_pass(np.empty((len(memory.slots.count), 0, memory.shape.top_k), np.int64))
@@ -130,14 +133,15 @@ def decode(
         accepted, committed = verified.committed()
         meter.add_waited(*verified.waited.tolist())
         uses = session.target_experts.end_pass(verified.used.numpy())
-        meter.add_spans(memory.watch.ended())
+        spans = memory.watch.ended()
+        meter.add_spans(spans)
         elapsed = time.perf_counter() - began
         depth.observe(k, accepted, elapsed * 1e3)
         meter.add_round(
             k, accepted, uses, uses.read_through * memory.host[0, 0].nbytes, memory.h2d_bytes - copied, elapsed
         )
         if on_round is not None:
-            on_round(RoundRouting(accepted, *routed.first(k), verified.used.numpy().copy()))
+            on_round(RoundRouting(accepted, *routed.first(k), verified.used.numpy().copy()), spans)
         done, copied = done + len(committed), memory.h2d_bytes
         yield committed
     meter.counters |= memory.counters

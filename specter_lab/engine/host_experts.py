@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
 
 from specter_lab.engine.experts import ExpertMemory
 from specter_lab.plan.serve import sooner_by_cpu
 
-FIRST_GUESS = 1.0  # an expert on the host's cores, in copies, until one has been timed
 NEW_SHARE = 0.1  # of the latest time in the running mean
 
 
@@ -27,9 +26,7 @@ class HostExperts:
 
     memory: ExpertMemory
     expert_ms: float  # one expert, running mean
-    _room: dict[tuple, tuple[Tensor, Tensor]] = field(
-        default_factory=dict
-    )  # [T * k, H] float32 and [T * k] on the host
+    _rooms: dict[tuple, Room] = field(default_factory=dict)  # by shape of what is to be filled in
 
     def share(self, missing: np.ndarray) -> np.ndarray:
         """Which of the missing experts [n] end sooner here than on the link: [n] bool."""
@@ -45,29 +42,47 @@ class HostExperts:
             experts: [n].
             x: [T, H] on the host.
             used: [T, k] experts of every token.
-            weights: [T, k] on the host.
+            weights: [T, k] float32 on the host.
             parts: [T, k, H] float32 on the device.
         """
-        began, (rows, pairs) = time.perf_counter(), self._buffers(parts)
-        count = 0
-        for expert in experts.tolist():
-            gate_up, down = (part.to(x.dtype) for part in self.memory.pieces(self.memory.host[layer, expert]))
-            of_expert = np.flatnonzero(used == expert)
-            gate, up = linear(x[of_expert // used.shape[1]], gate_up).chunk(2, dim=1)
-            out = linear(silu(gate) * up, down)  # [n, H]
-            rows[of_expert] = out.float() * weights.view(-1)[of_expert, None].float()
-            pairs[count : count + len(of_expert)] = torch.from_numpy(of_expert)
-            count += len(of_expert)
-        _hand_over(rows, pairs[:count], parts.flatten(0, 1))
+        from specter_lab.engine.host_kernel import expert_rows
+
+        began, room = time.perf_counter(), self._buffers(x, parts)
+        of_expert = [np.flatnonzero(used == expert) for expert in experts]  # pairs: token * k + choice
+        first = np.cumsum([0, *map(len, of_expert)])
+        pairs = room.pairs[: first[-1]]
+        pairs.numpy()[:] = np.concatenate(of_expert)
+        expert_rows(
+            self._bits[layer], experts, first, pairs.numpy(), x.float().numpy(), used.shape[1], weights.view(-1).numpy(),
+            room.act, room.rows.numpy(),
+        )  # fmt: skip
+        _hand_over(room.rows, pairs, parts.flatten(0, 1))
         self.expert_ms += NEW_SHARE * ((time.perf_counter() - began) * 1e3 / len(experts) - self.expert_ms)
 
-    def _buffers(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def _bits(self) -> np.ndarray:
+        """[L, E, N] of the host slab; on a CPU it is float32 of BF16 values: their upper halves."""
+        bits = self.memory.host.view(torch.uint16).numpy()
+        return bits if self.memory.host.dtype == torch.bfloat16 else bits[..., 1::2]
+
+    def _buffers(self, x: Tensor, parts: Tensor) -> Room:
         """Used again once the device has been waited for, as it is in every layer."""
         key = tuple(parts.shape)
-        if key not in self._room:
-            rows = torch.empty(parts.shape, dtype=torch.float32, pin_memory=parts.is_cuda).flatten(0, 1)
-            self._room[key] = rows, torch.empty(len(rows), dtype=torch.int64, pin_memory=parts.is_cuda)
-        return self._room[key]
+        if key not in self._rooms:
+            pinned, count = parts.is_cuda, parts.shape[0] * parts.shape[1]
+            self._rooms[key] = Room(
+                torch.empty(count, x.shape[1], pin_memory=pinned), torch.empty(count, dtype=torch.int64, pin_memory=pinned),
+                np.empty((count, self.memory.shape.expert_width), np.float32),
+            )  # fmt: skip
+        return self._rooms[key]
+
+
+class Room(NamedTuple):
+    """For P pairs."""
+
+    rows: Tensor  # [P, H] float32 on the host
+    pairs: Tensor  # [P] on the host
+    act: np.ndarray  # [P, I] float32
 
 
 def _hand_over(rows: Tensor, pairs: Tensor, parts: Tensor) -> None:
@@ -80,5 +95,13 @@ def _hand_over(rows: Tensor, pairs: Tensor, parts: Tensor) -> None:
 
 
 def new_host_experts(memory: ExpertMemory) -> HostExperts:
-    """For the misses of `memory`, with a first guess at their time."""
-    return HostExperts(memory, FIRST_GUESS * memory.copy_ms)
+    """For the misses of `memory`; times one token's experts, the second time after its code was compiled."""
+    host, top_k, hidden = HostExperts(memory, 0.0), memory.shape.top_k, memory.shape.hidden
+    experts = np.arange(top_k)
+    for layer in (0, len(memory.host) - 1):
+        began = time.perf_counter()
+        host.compute(
+            layer, experts, torch.zeros(1, hidden), experts[None], torch.ones(1, top_k), torch.empty(1, top_k, hidden)
+        )
+        host.expert_ms = (time.perf_counter() - began) * 1e3 / top_k
+    return host

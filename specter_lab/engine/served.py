@@ -178,14 +178,13 @@ class OnDemand:
                 chosen.copy_(staged.indices[runs], non_blocking=True)
                 run()
                 end_uses(slots, layer, now)
-            if len(own):
-                self.host.compute(layer, own, staged.x, used, staged.weights, parts)
-                own = own[:0]
             ready = np.concatenate([ready, coming])
             if not len(ready) and not len(missing):
                 break
             memory.settled()
             memory.after_compute()  # whoever was computed may be overwritten
+        if len(own):  # last, for nothing above waits: the device has its work meanwhile
+            self.host.compute(layer, own, staged.x, used, staged.weights, parts)
         memory.load(self.prefetcher.verifying(layer, used, memory.clock()))
 
     def _staging(self, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:

@@ -16,13 +16,14 @@ from specter_lab.plan.serve import Ahead, Needs
 class DilutedPrefetch(Prefetcher):
     """Another prefetcher's plans, with a share of the experts exchanged for absent ones that the round does not need.
 
-    An exchanged expert stays exchanged for the round: its later plans are dropped. Where every absent expert of the layer
+    Who runs it for real cannot say what a round will need (`foresee`): then any absent expert may be put in. An exchanged expert stays exchanged for the round: its later plans are dropped. Where every absent expert of the layer
     is needed, nothing is copied in its place.
     """
 
     def __init__(self, inner: Prefetcher, precision: float, seed: int) -> None:
         self._inner, self._precision = inner, precision
         self._rng = np.random.default_rng(seed)
+        self._needs: Needs | None = None
 
     def foresee(self, needs: Needs) -> None:
         """To be wrong for certain, one has to know what is right."""
@@ -34,7 +35,7 @@ class DilutedPrefetch(Prefetcher):
         self._right = np.zeros(slots.slot_of.shape, np.bool_)  # [L, E] planned, and left as it was
         self._wrong = np.zeros(slots.slot_of.shape, np.bool_)  # [L, E] planned, and exchanged
         self._needed = np.zeros(slots.slot_of.shape, np.bool_)
-        if depth:
+        if depth and self._needs is not None:
             first, experts = self._needs.first, self._needs.experts
             self._needed[np.repeat(np.arange(len(first) - 1), np.diff(first)), experts] = True
         return self._exchange(self._inner.begin(slots, depth, clock))
@@ -44,6 +45,9 @@ class DilutedPrefetch(Prefetcher):
 
     def finish(self, clock: Clock) -> Loads:
         return self._exchange(self._inner.finish(clock))
+
+    def rest(self, clock: Clock) -> Loads:
+        return self._exchange(self._inner.rest(clock))
 
     def ahead(self, needs: Needs) -> Ahead:
         wanted = self._inner.ahead(needs)

@@ -17,8 +17,10 @@ from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import routing
 from specter_lab.experiments.specter.engine_figure import plot
-from specter_lab.experiments.specter.engine_runs import ALL_SETS, DRAFT_STEP, ONLINE, measure_model
+from specter_lab.experiments.specter.engine_machine import DRAFT_STEP
+from specter_lab.experiments.specter.engine_runs import ALL_SETS, ONLINE, exact_rows, system_rows
 from specter_lab.experiments.specter.engine_tables import CLOSE, limits, medians
+from specter_lab.experiments.specter.peers import peer_rows
 from specter_lab.models.load import PROXIES, resolve
 
 __all__ = ["claims", "inputs", "plot", "run"]
@@ -30,7 +32,15 @@ def inputs(context: Context) -> dict[str, str]:
 
 
 def run(context: Context) -> pd.DataFrame:
-    """Tidy rows: passes (by = pass), bitwise equality (exact), and systems by budget, prompt set and repeat (system).
+    """Tidy rows, by what they are about:
+
+        pass       one pass with everything resident, beside its floor
+        exact      bitwise equality of greedy text
+        system     a system, by budget, prompt set and repeat
+        part       paper mode without some of its parts, and fast mode without prefetch
+        precision  both modes with spoilt plans
+        work       one round of a system on its streams
+        peer       what people have installed, or why it was not run
 
     Raises:
         UserError: no CUDA GPU, or none of the models is there.
@@ -42,8 +52,18 @@ def run(context: Context) -> pd.DataFrame:
             "specter-engine measures a CUDA GPU and there is none: its recorded results are in the notebook"
         )
     work = [
-        jobs.Job(model, measure_model, {"model": model, "digest": routing.inputs_digest(model), "seed": context.seed})
+        jobs.Job(
+            f"{model}: {what}",
+            function,
+            {"model": model, "digest": routing.inputs_digest(model), "seed": context.seed},
+            cost,
+        )
         for model in _present(context)
+        for what, function, cost in (
+            ("same tokens", exact_rows, 1.0),
+            ("systems", system_rows, 9.0),
+            ("peers", peer_rows, 2.0),
+        )
     ]
     return pd.DataFrame(jobs.run(context, work))
 

@@ -7,82 +7,57 @@ models repeat themselves greedily, which flatters a cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from specter_lab.engine.api import MAX_DEPTH, Engine, engine_for
-from specter_lab.engine.bench import Pass, passes, tensors_of
+from specter_lab.engine.api import Engine, engine_for
 from specter_lab.engine.decode import Meter
-from specter_lab.engine.kernels.timing import copy_gb_s, link_gb_s
 from specter_lab.engine.weights import Weights, load_weights
 from specter_lab.experiments import jobs
 from specter_lab.experiments.specter import routing
-from specter_lab.experiments.specter.peers import peer_rows
+from specter_lab.experiments.specter.ablation import policy_with
+from specter_lab.experiments.specter.dilution import diluted
+from specter_lab.experiments.specter.engine_machine import PROMPT_TOKENS, Machine, measure_machine, simulated_ms
 from specter_lab.experiments.specter.setting import BUDGETS, priced_as, slots_of
 from specter_lab.measure.prompts import PROMPT_SETS, select, tokenize
 from specter_lab.models.load import shown_name
 from specter_lab.models.zoo.shapes import SHAPES
-from specter_lab.plan.cost import OPERATORS_PER_LAYER
-from specter_lab.plan.doctor import measure, profile_of
-from specter_lab.plan.hardware import Profile
-from specter_lab.plan.policy import Scene
+from specter_lab.plan.policies import find_policy
+from specter_lab.plan.policy import Policy, Scene, no_prefetch
 from specter_lab.plan.replay import Replay
-from specter_lab.plan.serve import READ_THROUGH
-from specter_lab.plan.simulate import simulate
-from specter_lab.plan.step_costs import StepCosts
 
-PROMPT_TOKENS, REPEATS, TEMPERATURE = 16, 3, 1.0
+REPEATS, TEMPERATURE = 3, 1.0
 NEW_TOKENS = {"phi": 12}  # its experts are nine times as large; others USUAL_TOKENS
-USUAL_TOKENS, EXACT_TOKENS = 48, 512
+USUAL_TOKENS, EXACT_TOKENS = 32, 512
 LARGE_REPEATS = 1  # of models named in NEW_TOKENS
-RESIDENT, ONLINE = "all-resident", "specter-fast, online depth"
+RESIDENT, ONLINE, SHARED = "all-resident", "specter-fast, online depth", "specter-shared"
 SYSTEMS = {  # name -> mode, policy
     RESIDENT: ("fast", "specter-fast"), "specter-fast": ("fast", "specter-fast"), ONLINE: ("fast", "specter-fast"),
-    "specter": ("paper", "specter"), "specmoeoff": ("paper", "specmoeoff"), "lru": ("paper", "lru"), "lru-s": ("paper", "lru-s"),
-    "specter-shared": ("shared", "specter-shared"), "lru-shared": ("shared", "lru-shared"),
+    SHARED: ("shared", "specter-shared"), "lru-shared": ("shared", "lru-shared"), "specter": ("paper", "specter"),
+    "specmoeoff": ("paper", "specmoeoff"), "lru": ("paper", "lru"), "lru-s": ("paper", "lru-s"),
 }  # fmt: skip
+PARTS = {  # what is left of paper mode -> its parts; SEE is the engine's kernels, and stays
+    "paper mode": frozenset({"SIC", "PIO"}), "without PIO": frozenset({"SIC"}), "without SIC": frozenset({"PIO"}),
+    "without PIO, SIC": frozenset(),
+}  # fmt: skip
+NO_PREFETCH = "fast mode without prefetch"
+PRECISIONS = (0.8, 0.6, 0.41)  # of the plans, before what the draft itself gets wrong
+DRAWN = ("specter", "specter-fast", SHARED)  # systems of which one round is kept, work by work
+DRAWN_ROUND = 3  # the first ones fill the slots
 ALL_SETS = "all"
-GRAPH_LAUNCH_US = 0.01  # per operator of a captured pass: the host launches it as one
-HOST_PASS = "host-served pass"  # plain decoding in paper mode with everything resident
-DRAFT_STEP = "draft step"
 EXACT = {"fast": (4, 8), "paper": (6, 5)}  # mode -> slots per layer, depth
 
 
-@dataclass(frozen=True)
-class Machine:
-    """This machine's numbers for one model."""
+def exact_rows(model: str, digest: str, seed: int) -> jobs.Rows:
+    """Greedy text, bitwise: the proxy with its own sizes, all experts resident and one token at a time, against both modes.
 
-    profile: Profile  # with the engine's passes in place of rooflines
-    link_gb_s: float
-    passes: list[Pass]
-    host_pass_ms: float
-
-
-def measure_model(model: str, digest: str, seed: int) -> jobs.Rows:
-    """All rows of one model. `digest` names what is read in the cache key."""
-    named = {"model": shown_name(model), "family": routing.family(model), "original": priced_as(model).name}
-    rows = exact_rows(model, seed)
-    weights = load_weights(model, widen_to=SHAPES[model].original if model in SHAPES else None)
-    prompts = _prompts(weights, seed)
-    machine = measure_machine(weights, model)
-    rows += [{"by": "pass", "item": one.what, "measured_ms": round(one.ms, 4), "floor_ms": round(one.floor_ms, 4),
-              "read_gb": round(one.read_bytes / 1e9, 4)} for one in machine.passes]  # fmt: skip
-    rows.append({"by": "pass", "item": HOST_PASS, "measured_ms": round(machine.host_pass_ms, 4)})
-    for budget, slots in slots_of(model, routing.family(model)).items():
-        rows += budget_rows(weights, model, budget, int(slots), prompts, machine, seed)
-    on_gpu = max(row["gpu_expert_gb"] for row in rows if row.get("item") == ONLINE and row["budget"] == "high")
-    gpu_bytes = int(on_gpu * 1e9) + sum({t.data_ptr(): t.nbytes for t in tensors_of(weights.decoder)}.values())
-    del weights
-    rows += peer_rows(priced_as(model).name, gpu_bytes)
-    return [named | row for row in rows]
-
-
-def exact_rows(model: str, seed: int) -> jobs.Rows:
-    """Greedy text, bitwise: the proxy with its own sizes, all experts resident and one token at a time, against both modes."""
+    `digest` names what is read in the cache key, here and below.
+    """
     weights, rows = load_weights(model), []
     plain = engine_for(weights, expert_budget=weights.shape.num_experts, in_slots=True, draft="none")
     plain.fill_slots()
@@ -97,7 +72,28 @@ def exact_rows(model: str, seed: int) -> jobs.Rows:
             rows.append(
                 {"by": "exact", "item": mode, "prompt_set": prompt_set, "n_tokens": EXACT_TOKENS, "equal_tokens": equal}
             )
-    return rows
+    return [named(model) | row for row in rows]
+
+
+def system_rows(model: str, digest: str, seed: int) -> jobs.Rows:
+    """Passes, systems at every budget, and at the high one their parts, spoilt plans and one round of some."""
+    weights = load_weights(model, widen_to=SHAPES[model].original if model in SHAPES else None)
+    prompts, machine = _prompts(weights, seed), measure_machine(weights, model)
+    family, rows = routing.family(model), machine.rows()
+    for budget, slots in slots_of(model, family).items():
+        bench = Bench(weights, model, budget, int(slots), prompts, machine, seed)
+        groups = [[RESIDENT]] if budget == "high" else []
+        for group in (*groups, [name for name in SYSTEMS if name != RESIDENT]):
+            rows += bench.rows({name: bench.contender(name) for name in group}, bench.repeats)
+        if budget == "high":
+            rows += [row | {"by": "part"} for row in bench.rows(bench.parts(), 1)]
+            rows += [row | {"by": "precision"} for row in bench.rows(bench.spoilt(), 1)]
+    return [named(model) | row for row in rows]
+
+
+def named(model: str) -> dict[str, str]:
+    """The columns that say which model a row is about."""
+    return {"model": shown_name(model), "family": routing.family(model), "original": priced_as(model).name}
 
 
 def _prompts(weights: Weights, seed: int) -> dict[str, Tensor]:
@@ -109,132 +105,134 @@ def _prompts(weights: Weights, seed: int) -> dict[str, Tensor]:
     return found
 
 
-def measure_machine(weights: Weights, model: str) -> Machine:
-    """The passes with everything resident, and the profile of this machine corrected by them."""
-    resident = engine_for(weights, expert_budget=weights.shape.num_experts, in_slots=True)
-    resident.fill_slots()
-    bandwidth = copy_gb_s()
-    found = passes(resident, bandwidth, (1, 4, BUDGETS[routing.family(model)].depth + 1))
-    del resident
-    host = engine_for(weights, expert_budget=weights.shape.num_experts, in_slots=True, mode="paper", policy="lru")
-    host.fill_slots()
-    ids = torch.arange(PROMPT_TOKENS) + 3
-    host.generate(ids, USUAL_TOKENS, ignore_eos=True)
-    host.stats = Meter()
-    host.generate(ids, USUAL_TOKENS, ignore_eos=True)
-    host_ms = 1e3 * host.stats.seconds / host.stats.tokens
-    del host
-    torch.cuda.empty_cache()
-    profile = profile_of(measure(lambda _: None))
-    anatomy = priced_as(model)
-    expert_ms = anatomy.moe_layers * anatomy.expert_bytes / bandwidth / 1e6  # one expert in every layer
-    table = {("draft_step", anatomy.name, 1): found[0].ms}
-    for one in found[1:]:
-        tokens = int(one.what.split()[1])
-        distinct = (one.read_bytes - found[1].read_bytes) / (anatomy.moe_layers * anatomy.expert_bytes) + anatomy.top_k
-        table["every_token", anatomy.name, tokens] = max(0.1, one.ms - distinct * expert_ms)
-    return Machine(replace(profile, measured=table), link_gb_s(), found, host_ms)
-
-
 @dataclass
 class Contender:
     """One system at one budget."""
 
-    name: str
+    mode: str
     engine: Engine
     depth: int | None  # drafted tokens per round; None: online
 
 
-def budget_rows(
-    weights: Weights, model: str, budget: str, slots: int, prompts: dict[str, Tensor], machine: Machine, seed: int
-) -> Iterator[dict]:  # fmt: skip
-    """One row per repeat, system and prompt set; the systems take turns. With all experts on the GPU there is room for nobody else."""
-    family = routing.family(model)
-    new_tokens, repeats = NEW_TOKENS.get(family, USUAL_TOKENS), LARGE_REPEATS if family in NEW_TOKENS else REPEATS
-    others = [name for name in SYSTEMS if name != RESIDENT]
-    for group in ([RESIDENT], others) if budget == "high" else (others,):
-        contenders = [_contender(weights, name, slots, BUDGETS[family].depth) for name in group]
-        for contender in contenders:  # kernels are compiled, graphs captured, slots filled
-            _generate(contender, prompts[PROMPT_SETS[0]], new_tokens, seed)
+@dataclass(frozen=True)
+class Bench:
+    """One model at one budget: who is measured, and how."""
+
+    weights: Weights
+    model: str
+    budget: str
+    slots: int  # per layer
+    prompts: Mapping[str, Tensor]
+    machine: Machine
+    seed: int
+
+    @property
+    def new_tokens(self) -> int:
+        return NEW_TOKENS.get(routing.family(self.model), USUAL_TOKENS)
+
+    @property
+    def repeats(self) -> int:
+        return LARGE_REPEATS if routing.family(self.model) in NEW_TOKENS else REPEATS
+
+    def contender(self, name: str) -> Contender:
+        mode, policy = SYSTEMS[name]
+        contender = self._of(
+            mode, find_policy(policy), self.weights.shape.num_experts if name == RESIDENT else self.slots
+        )
+        if name == RESIDENT:
+            contender.engine.fill_slots()
+        return replace(contender, depth=None) if name == ONLINE else contender
+
+    def parts(self) -> dict[str, Contender]:
+        """Paper mode without some of its parts, and fast mode without prefetch, over whatever experts come first."""
+        found = {name: self._of("paper", policy_with(parts), self.slots) for name, parts in PARTS.items()}
+        alone = self._of("fast", replace(find_policy("specter-fast"), prefetch=no_prefetch), self.slots)
+        alone.engine.fill_slots()
+        return found | {NO_PREFETCH: alone}
+
+    def spoilt(self) -> dict[str, Contender]:
+        """Both modes with a share of their planned experts exchanged for others."""
+        pairs = [
+            (mode, policy, share)
+            for mode, policy in (("paper", "specter"), ("fast", "specter-fast"))
+            for share in PRECISIONS
+        ]
+        return {f"{policy} @ {share}": self._of(mode, diluted(find_policy(policy), share, self.seed), self.slots)
+                for mode, policy, share in pairs}  # fmt: skip
+
+    def _of(self, mode: str, policy: Policy, slots: int) -> Contender:
+        engine = engine_for(self.weights, expert_budget=slots, in_slots=True, mode=mode, policy=policy)
+        own = engine.policy.depth_in(Scene(None, slots, BUDGETS[routing.family(self.model)].depth))
+        return Contender(mode, engine, 0 if not engine.draft.banks else own)
+
+    def rows(self, contenders: Mapping[str, Contender], repeats: int) -> Iterator[dict]:
+        """One row per repeat, contender and prompt set; they take turns."""
+        for contender in contenders.values():  # kernels are compiled, graphs captured, slots filled
+            self._generate(contender, self.prompts[PROMPT_SETS[0]])
         for repeat in range(repeats):
-            for contender in contenders:
-                yield from _rows(contender, model, budget, repeat, prompts, machine, new_tokens, seed)
-        del contenders, contender
+            for name, contender in contenders.items():
+                yield from self._rows(name, contender, repeat)
         torch.cuda.empty_cache()
 
+    def _generate(self, contender: Contender, ids: Tensor) -> tuple[Meter, dict[str, float]]:
+        """What was counted, and TPOT by its definitions (`plan.depth`)."""
+        engine, count = contender.engine, self.new_tokens
+        engine.stats, began = Meter(), time.perf_counter()
+        pieces = engine.generate(ids, count, temperature=TEMPERATURE, depth=contender.depth, seed=self.seed, ignore_eos=True,
+                                 stream=True)  # fmt: skip
+        ends_ms = [(time.perf_counter() - began) * 1e3 for _ in pieces]
+        return engine.stats, {"measured_ttft_ms": ends_ms[0], "measured_paper_tpot_ms": (ends_ms[-1] - ends_ms[0]) / (count - 1),
+                              "measured_end_to_end_ms_per_token": ends_ms[-1] / count}  # fmt: skip
 
-def _contender(weights: Weights, name: str, slots: int, depth: int) -> Contender:
-    mode, policy = SYSTEMS[name]
-    count = weights.shape.num_experts if name == RESIDENT else slots
-    engine = engine_for(weights, expert_budget=count, in_slots=True, mode=mode, policy=policy)
-    if name == RESIDENT:
-        engine.fill_slots()
-    own = engine.policy.depth_in(Scene(None, count, depth))
-    return Contender(name, engine, None if name == ONLINE else 0 if not engine.draft.banks else own)
-
-
-def _generate(contender: Contender, ids: Tensor, new_tokens: int, seed: int) -> Meter:
-    contender.engine.stats = Meter()
-    contender.engine.generate(
-        ids, new_tokens, temperature=TEMPERATURE, depth=contender.depth, seed=seed, ignore_eos=True
-    )
-    return contender.engine.stats
-
-
-def _rows(
-    contender: Contender, model: str, budget: str, repeat: int, prompts: dict[str, Tensor], machine: Machine, new_tokens: int,
-    seed: int,
-) -> Iterator[dict]:  # fmt: skip
-    engine = contender.engine
-    replay = Replay(engine.memory.shape.num_experts, priced_as(model).moe_layers)
-    engine.on_round = lambda told: replay.add(*told)
-    held = sum(engine.budget.taken.get(part, 0) for part in ("expert slots", "draft's INT4 experts"))
-    base = {
-        "by": "system", "item": contender.name, "title": engine.policy.title, "mode": SYSTEMS[contender.name][0],
-        "budget": budget, "repeat": repeat, "slots_per_layer": float(engine.memory.slots.count.mean()),
-        "gpu_expert_gb": round(held / 1e9, 3),
-    }  # fmt: skip
-    total = Meter()
-    for prompt_set, ids in prompts.items():
-        replay.begin_request()
-        meter = _generate(contender, ids, new_tokens, seed)
-        total.add(meter)
-        yield base | {"prompt_set": prompt_set} | _meter_row(meter, machine)
-    engine.on_round = None
-    simulated_ms = simulated(engine, replay, model, machine, new_tokens)
-    yield base | {"prompt_set": ALL_SETS, "simulated_ms_per_token": round(simulated_ms, 4)} | _meter_row(total, machine)
-
-
-def simulated(engine: Engine, replay: Replay, model: str, machine: Machine, new_tokens: int) -> float:
-    """Milliseconds per token that the simulator gives the same rounds, requests one after the other; slots begin empty there."""
-    layers = priced_as(model).layers
-    launch_us = GRAPH_LAUNCH_US if engine.target.waits else 1e3 * machine.host_pass_ms / (layers * OPERATORS_PER_LAYER)
-    profile = replace(machine.profile, launch_us=launch_us)
-    if engine.target.host:
-        expert_gb = priced_as(model).expert_bytes * 1e-9
-        profile = replace(
-            profile, cpu=replace(profile.cpu, memory_bandwidth_gb_s=expert_gb / engine.target.host.expert_ms * 1e3)
+    def _rows(self, name: str, contender: Contender, repeat: int) -> Iterator[dict]:
+        engine, total = contender.engine, Meter()
+        replay, work = Replay(engine.memory.shape.num_experts, priced_as(self.model).moe_layers), []
+        held = sum(engine.budget.taken.get(part, 0) for part in ("expert slots", "draft's INT4 experts"))
+        base = {
+            "by": "system", "item": name, "title": engine.policy.title, "mode": contender.mode, "budget": self.budget,
+            "repeat": repeat, "slots_per_layer": float(engine.memory.slots.count.mean()), "gpu_expert_gb": round(held / 1e9, 3),
+        }  # fmt: skip
+        engine.on_round = partial(_note, replay, work)
+        for prompt_set, ids in self.prompts.items():
+            replay.begin_request()
+            meter, tpot = self._generate(contender, ids)
+            total.add(meter)
+            yield base | {"prompt_set": prompt_set} | _meter_row(meter, self.machine) | _rounded(tpot)
+        engine.on_round = None
+        simulated = simulated_ms(engine, replay, self.model, self.machine, self.new_tokens)
+        yield (
+            base
+            | {"prompt_set": ALL_SETS, "simulated_ms_per_token": round(simulated, 4)}
+            | _meter_row(total, self.machine)
         )
-    costs = StepCosts(priced_as(model), profile)
-    scene = Scene(costs, int(engine.memory.slots.count.min()), MAX_DEPTH)
-    miss = READ_THROUGH if engine.target.waits else engine.policy.miss
-    policy = replace(engine.policy, miss=miss, slots=lambda scene: np.resize(engine.memory.slots.count, scene.layers))
-    rounds = simulate(replay, policy, scene, new_tokens=new_tokens).rounds
-    return float((rounds.end_ms - rounds.start_ms).sum() / rounds.tokens.sum())
+        if name in DRAWN and repeat == 0 and self.budget == "high":
+            for span in work[min(DRAWN_ROUND, len(work) - 1)]:
+                yield {"by": "work", "item": name, "budget": self.budget, "stream": span.stream, "work": span.work,
+                       "measured_start_ms": round(span.start_ms, 4), "measured_end_ms": round(span.end_ms, 4)}  # fmt: skip
+
+
+def _note(replay: Replay, work: list, routed: tuple, spans: list) -> None:
+    replay.add(*routed)
+    work.append(spans)
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in values.items()}
 
 
 def _meter_row(meter: Meter, machine: Machine) -> dict:
-    moved = meter.h2d_bytes + meter.read_through_bytes
-    copies_ms = sum(meter.busy_ms.get(work, 0.0) for work in ("prefetch", "miss"))
+    moved, tokens = meter.h2d_bytes + meter.read_through_bytes, meter.tokens
+    busy_ms = {work: meter.busy_ms.get(work, 0.0) for work in ("draft step", "verify", "prefetch", "miss", "stall")}
     return {
-        "n_tokens": meter.tokens, "n_rounds": meter.rounds, "measured_ms_per_token": round(1e3 * meter.seconds / meter.tokens, 4),
-        "acceptance": round(meter.acceptance, 4) if meter.drafted else None, "tokens_per_round": round(meter.tokens_per_round, 3),
-        "hit_rate": round(meter.hits / meter.needed, 4), 
-        "link_mb_per_token": round(moved / meter.tokens / 1e6, 2),
-        "read_through_mb_per_token": round(meter.read_through_bytes / meter.tokens / 1e6, 2),
-        "link_gb_s": round(moved / meter.seconds / 1e9, 2), "link_busy_share": round(moved / meter.seconds / 1e9 / machine.link_gb_s, 4),
-        "floor_link_ms_per_token": round(moved / meter.tokens / machine.link_gb_s / 1e6, 4),
-        "by_host_share": round(meter.by_host / meter.needed, 4), "copies_ms_per_token": round(copies_ms / meter.tokens, 4),
-        **{f"{work.replace(' ', '_')}_ms_per_token": round(meter.busy_ms.get(work, 0.0) / meter.tokens, 4)
-           for work in ("draft step", "verify", "prefetch", "miss", "stall")},
+        "n_tokens": tokens, "n_rounds": meter.rounds, "acceptance": round(meter.acceptance, 4) if meter.drafted else None,
+        **_rounded({
+            "measured_ms_per_token": 1e3 * meter.seconds / tokens, "tokens_per_round": meter.tokens_per_round,
+            "distinct_per_pass": meter.needed / meter.rounds, "hit_rate": meter.hits / meter.needed,
+            "by_host_share": meter.by_host / meter.needed, "link_mb_per_token": moved / tokens / 1e6,
+            "read_through_mb_per_token": meter.read_through_bytes / tokens / 1e6, "link_gb_s": moved / meter.seconds / 1e9,
+            "link_busy_share": moved / meter.seconds / 1e9 / machine.link_gb_s,
+            "floor_link_ms_per_token": moved / tokens / machine.link_gb_s / 1e6,
+            "copies_ms_per_token": (busy_ms["prefetch"] + busy_ms["miss"]) / tokens,
+            **{f"{work.replace(' ', '_')}_ms_per_token": ms / tokens for work, ms in busy_ms.items()},
+        }),
     }  # fmt: skip

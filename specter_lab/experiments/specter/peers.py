@@ -7,20 +7,38 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from specter_lab.experiments import jobs
+from specter_lab.experiments.specter import routing
+from specter_lab.experiments.specter.setting import BUDGETS, priced_as, slots_of
+from specter_lab.models.load import shown_name
 from specter_lab.models.originals import config_for
+from specter_lab.plan.budget import gpu_bytes
+from specter_lab.plan.hardware import PAPERS_GPU, read_profile
+from specter_lab.plan.policies import find_policy
+from specter_lab.plan.policy import Scene
+from specter_lab.plan.step_costs import StepCosts
 
 NEW_TOKENS, PROMPT_TOKENS = 4, 16
 ACCELERATE = "transformers + Accelerate"
 NOT_TRIED = {"llama.cpp": "llama-bench", "vLLM": "vllm", "MoE-Infinity": "moe_infinity"}  # and what to look for
 
 
-def peer_rows(original: str, gpu_bytes: int) -> jobs.Rows:
-    """One row per peer: milliseconds per token with at most `gpu_bytes` of weights on the GPU, or why it was not run."""
-    return [accelerate_row(original, gpu_bytes), *(_absent(name, looked_for) for name, looked_for in NOT_TRIED.items())]
+def peer_rows(model: str, digest: str, seed: int) -> jobs.Rows:
+    """One row per peer: milliseconds per token of the original's sizes with as much on the GPU as Specter holds at the high
+    budget, or why it was not run. `digest` and `seed` belong to every job's key."""
+    anatomy, family = priced_as(model), routing.family(model)
+    slots = int(slots_of(model, family)["high"])
+    scene = Scene(StepCosts(anatomy, read_profile(PAPERS_GPU)), slots, BUDGETS[family].depth)
+    on_gpu = gpu_bytes(find_policy("specter"), scene, np.full(anatomy.moe_layers, slots))
+    found = [
+        accelerate_row(anatomy.name, on_gpu),
+        *(_absent(name, looked_for) for name, looked_for in NOT_TRIED.items()),
+    ]
+    return [{"model": shown_name(model), "family": family, "original": anatomy.name} | row for row in found]
 
 
 def accelerate_row(original: str, gpu_bytes: int) -> dict:
