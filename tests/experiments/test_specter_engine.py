@@ -6,12 +6,12 @@ import torch
 
 from specter_lab.engine.bench import Pass
 from specter_lab.engine.weights import load_weights
-from specter_lab.experiments.specter import engine, engine_runs
+from specter_lab.experiments.specter import engine, engine_machine, engine_runs
 from specter_lab.experiments.specter.engine_tables import limits
 from specter_lab.plan.hardware import read_profile
 from specter_lab.plan.replay import Replay
 
-MACHINE = engine_runs.Machine(read_profile("h200-pcie5"), 50.0, [Pass("draft step", 1.5, 10**9, 0.8)], 3.0)
+MACHINE = engine_machine.Machine(read_profile("h200-pcie5"), 50.0, [Pass("draft step", 1.5, 10**9, 0.8)], 3.0)
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,22 @@ def rows():
         found = [
             row
             for budget, slots in (("high", 15), ("low", 8))
-            for row in engine_runs.budget_rows(weights, "qwen-nano", budget, slots, prompts, MACHINE, 0)
+            for row in of_budget(engine_runs.Bench(weights, "qwen-nano", budget, slots, prompts, MACHINE, 0))
         ]
         patch.setattr(engine_runs, "EXACT_TOKENS", 8)
         patch.setattr(engine_runs, "_prompts", lambda *_: prompts)
-        found += engine_runs.exact_rows("qwen-nano", 0)
+        found += engine_runs.exact_rows("qwen-nano", "", 0)
     found += [{"by": "pass", "item": item, "measured_ms": 1.5, "floor_ms": 1.0} for item in ("draft step", "verify 9")]
     found += [{"by": "peer", "item": "slow", "measured_ms_per_token": 900.0, "n_tokens": 4, "title": "slow 1.0"}]
     return pd.DataFrame(found).assign(model="qwen-nano", family="qwen", original="Qwen1.5-MoE-A2.7B")
+
+
+def of_budget(bench):
+    names = [name for name in engine_runs.SYSTEMS if bench.budget == "high" or name != engine_runs.RESIDENT]
+    yield from bench.rows({name: bench.contender(name) for name in names}, bench.repeats)
+    if bench.budget == "high":
+        yield from (row | {"by": "part"} for row in bench.rows(bench.parts(), 1))
+        yield from (row | {"by": "precision"} for row in bench.rows(bench.spoilt(), 1))
 
 
 def test_every_system_has_its_rows(rows):
@@ -49,7 +57,7 @@ def test_every_system_has_its_rows(rows):
 
 def test_the_simulator_runs_the_same_rounds(rows):
     simulated = rows["simulated_ms_per_token"].dropna()
-    assert len(simulated) == 2 * 13 and (simulated > 0).all()
+    assert len(simulated) == 2 * 17 + 5 + 6 and (simulated > 0).all()
 
 
 def test_claims_and_figure(rows):
@@ -57,8 +65,17 @@ def test_claims_and_figure(rows):
     assert found["specter-engine/exact@fast"].value == found["specter-engine/exact@paper"].value == 1.0
     assert found["specter-engine/draft-step"].value == 1.5
     assert 0 < found["specter-engine/compute-share"].value < 1
-    assert len(limits(rows)) == 2 * 6
+    assert len(limits(rows)) == 2 * 8
     assert len(engine.plot(rows).axes) == 2
+
+
+def test_parts_spoilt_plans_and_one_round(rows):
+    parts = rows[rows["by"] == "part"].groupby("item")["link_mb_per_token"].mean()
+    assert set(parts.index) == {*engine_runs.PARTS, engine_runs.NO_PREFETCH}
+    spoilt = rows[(rows["by"] == "precision") & (rows["prompt_set"] == "all")].set_index("item")
+    assert spoilt.loc["specter @ 0.41", "hit_rate"] < spoilt.loc["specter @ 0.8", "hit_rate"]
+    work = rows[rows["by"] == "work"]
+    assert set(work["item"]) == set(engine_runs.DRAWN) and (work["measured_end_ms"] >= work["measured_start_ms"]).all()
 
 
 def test_a_replay_says_what_was_recorded():
