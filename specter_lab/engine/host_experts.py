@@ -26,7 +26,7 @@ class HostExperts:
 
     memory: ExpertMemory
     expert_ms: float  # one expert, running mean
-    _rooms: dict[tuple, Room] = field(default_factory=dict)  # by shape of what is to be filled in
+    _rooms: dict[tuple, Room] = field(default_factory=dict)  # by place and shape of what is to be filled in
 
     def share(self, missing: np.ndarray) -> np.ndarray:
         """Which of the missing experts [n] end sooner here than on the link: [n] bool."""
@@ -67,7 +67,7 @@ class HostExperts:
 
     def _buffers(self, x: Tensor, parts: Tensor) -> Room:
         """Used again once the device has been waited for, as it is in every layer."""
-        key = tuple(parts.shape)
+        key = parts.is_cuda, *parts.shape
         if key not in self._rooms:
             pinned, count = parts.is_cuda, parts.shape[0] * parts.shape[1]
             self._rooms[key] = Room(

@@ -203,8 +203,9 @@ class Staging(NamedTuple):
 
     def only(self, run: int, experts: np.ndarray) -> None:
         """Run `run` computes these experts alone."""
-        used = self.indices[0].numpy()
-        self.indices[run].numpy()[:] = np.where(np.isin(used, experts), used, NOT_NOW)
+        used, chosen = self.indices[0].numpy(), np.zeros(len(self.indices), np.bool_)
+        chosen[experts] = True
+        self.indices[run].numpy()[:] = np.where(chosen[used], used, NOT_NOW)
 
 
 def _new_staging(num_experts: int, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:

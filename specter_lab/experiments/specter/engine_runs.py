@@ -33,7 +33,7 @@ from specter_lab.plan.replay import Replay
 
 REPEATS, TEMPERATURE = 3, 1.0
 NEW_TOKENS = {"phi": 12}  # its experts are nine times as large; others USUAL_TOKENS
-USUAL_TOKENS, EXACT_TOKENS = 32, 512
+USUAL_TOKENS, EXACT_TOKENS = 24, 512
 LARGE_REPEATS = 1  # of models named in NEW_TOKENS
 RESIDENT, ONLINE, SHARED = "all-resident", "specter-fast, online depth", "specter-shared"
 SYSTEMS = {  # name -> mode, policy
@@ -46,7 +46,7 @@ PARTS = {  # what is left of paper mode -> its parts; SEE is the engine's kernel
     "without PIO, SIC": frozenset(),
 }  # fmt: skip
 NO_PREFETCH = "fast mode without prefetch"
-PRECISIONS = (0.8, 0.6, 0.41)  # of the plans, before what the draft itself gets wrong
+PRECISIONS = (0.7, 0.41)  # of the plans, before what the draft itself gets wrong
 DRAWN = ("specter", "specter-fast", SHARED)  # systems of which one round is kept, work by work
 DRAWN_ROUND = 3  # the first ones fill the slots
 ALL_SETS = "all"
