@@ -31,6 +31,7 @@ from specter_lab.experiments.context import Measured
 KINDS = ("absolute", "ratio", "ordering", "threshold", "shape")
 REPRODUCED, TREND, NOT_REPRODUCED = "reproduced", "trend", "not reproduced"
 NOT_RUN, NOT_REPRODUCIBLE = "not run", "not reproducible"
+VERDICTS = (REPRODUCED, TREND, NOT_REPRODUCED, NOT_RUN, NOT_REPRODUCIBLE)
 TREND_TOLERANCES = 3  # an absolute value this many tolerances away still shows the trend
 
 

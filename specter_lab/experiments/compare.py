@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +10,7 @@ import pandas as pd
 from specter_lab import paths
 from specter_lab.errors import UserError
 from specter_lab.experiments import results
-from specter_lab.experiments.claims import NOT_RUN, Claim, Verdict, claims_of
+from specter_lab.experiments.claims import NOT_RUN, VERDICTS, Claim, Verdict, claims_of
 from specter_lab.experiments.registry import EXPERIMENTS
 from specter_lab.files import write_whole
 
@@ -41,24 +42,27 @@ def comparison(experiment: str, tier: str) -> pd.DataFrame:
 
 
 def headline_table() -> pd.DataFrame:
-    """Columns claim, command, paper, ours, verdict: the headline claims of all experiments, from recorded results.
+    """One row per experiment, from recorded results: its first headline claim, and how many of all its claims got which verdict.
 
     Experiments that need a GPU are listed once they have been recorded on one.
     """
     table = []
     for experiment in EXPERIMENTS.values():
-        tier = experiment.tiers[0]
+        tier, claims = experiment.tiers[0], claims_of(experiment.id)
         recorded = _verdicts(experiment.id, tier, paths.RECORDED)
         if tier != "cpu" and not recorded:
             continue
-        for claim in claims_of(experiment.id):
-            if claim.headline:
-                found = recorded.get(claim.id)
-                command = f"`make reproduce-{(*experiment.aliases, experiment.id)[0]}{'' if tier == 'cpu' else f' TIER={tier}'}`"
-                verdict = found.verdict if found else NOT_RUN
-                aside = f"; {found.aside}" if found and found.aside else ""
-                table.append((claim.text, command, _papers_value(claim), _ours(found) + aside, verdict))
-    return pd.DataFrame(table, columns=["claim", "command", "paper", "ours", "verdict"])
+        claim = next(claim for claim in claims if claim.headline)
+        found = recorded.get(claim.id)
+        command = f"`make reproduce-{(*experiment.aliases, experiment.id)[0]}{'' if tier == 'cpu' else f' TIER={tier}'}`"
+        aside = f"; {found.aside}" if found and found.aside else ""
+        counts = Counter(recorded[claim.id].verdict if claim.id in recorded else NOT_RUN for claim in claims)
+        table.append({
+            "claim": claim.text, "command": command, "paper": _papers_value(claim), "ours": _ours(found) + aside,
+            "verdict": found.verdict if found else NOT_RUN,
+            "all its claims": ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]),
+        })  # fmt: skip
+    return pd.DataFrame(table, columns=["claim", "command", "paper", "ours", "verdict", "all its claims"])
 
 
 def markdown(table: pd.DataFrame) -> str:

@@ -131,7 +131,7 @@ EXPERIMENTS = {
         Experiment(
             "specter-engine", "the engine on a GPU beside its baselines, its limits and the simulator",
             "Specter", "TPOT, I/O hiding, losslessness", "specter_lab.experiments.specter.engine",
-            {"gpu": None}, aliases=("engine",),
+            {"gpu": 8}, aliases=("engine",),
         ),
     )
 }  # fmt: skip

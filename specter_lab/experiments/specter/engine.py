@@ -18,7 +18,7 @@ from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import routing
 from specter_lab.experiments.specter.engine_figure import plot
 from specter_lab.experiments.specter.engine_machine import DRAFT_STEP
-from specter_lab.experiments.specter.engine_runs import ALL_SETS, ONLINE, exact_rows, system_rows
+from specter_lab.experiments.specter.engine_runs import ALL_SETS, ONLINE, SHARED, exact_rows, system_rows
 from specter_lab.experiments.specter.engine_tables import CLOSE, limits, medians
 from specter_lab.experiments.specter.peers import peer_rows
 from specter_lab.models.load import PROXIES, resolve
@@ -93,12 +93,16 @@ def _speedups(rows: pd.DataFrame) -> list[Measured]:
     ms = medians(rows, "measured_ms_per_token").drop(index=ALL_SETS, level="prompt_set")
     found = []
     ratio = ms["specmoeoff"] / ms[ONLINE]
-    note = f"{len(ratio)} cells, smallest {ratio.min():.2f}; paper mode over it: mean {(ms['specmoeoff'] / ms['specter']).mean():.2f}"
+    others = ", ".join(
+        f"{title} {(ms['specmoeoff'] / ms[name]).mean():.2f}"
+        for name, title in (("specter", "paper mode"), (SHARED, "CPU sharing"))
+    )
+    note = f"{len(ratio)} cells, smallest {ratio.min():.2f}; means for {others}"
     for name, value in (("mean", ratio.mean()), ("max", ratio.max())):
         found.append(Measured(f"specter-engine/over-specmoeoff@{name}", float(value), n=len(ratio), note=note))
     for system in ("lru", "lru-s"):
         ratio = ms[system] / ms[ONLINE]
-        note = f"mean of {len(ratio)} cells, {ratio.min():.2f} to {ratio.max():.2f}"
+        note = f"mean of {len(ratio)} cells, {ratio.min():.2f} to {ratio.max():.2f}; with CPU sharing {(ms[system] / ms[SHARED]).mean():.2f}"
         found.append(
             Measured(f"specter-engine/over-demand-loading@{system}", float(ratio.mean()), n=len(ratio), note=note)
         )

@@ -7,7 +7,9 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from specter_lab.experiments.specter.engine_runs import ALL_SETS, SYSTEMS
 from specter_lab.experiments.specter.engine_tables import CLOSE, limits, medians
@@ -55,7 +57,7 @@ def _systems(axis: Axes, rows: pd.DataFrame, table: pd.DataFrame) -> None:
     axis.set_yticks(range(len(systems)), systems, fontsize=8)
     axis.set_ylim(len(systems) - 0.5, -0.5)
     axis.set(xscale="log", xlabel="measured ms per token")
-    axis.xaxis.set_major_formatter("{x:g}")
+    _plain_ticks(axis.xaxis, axis.get_xlim())
     axis.grid(alpha=0.25)
 
 
@@ -83,6 +85,17 @@ def _simulator(axis: Axes, table: pd.DataFrame) -> None:
         xlabel="measured ms per token",
         ylabel="simulated ms per token",
     )
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.legend(fontsize=7, loc="upper left")
+    for side in (axis.xaxis, axis.yaxis):
+        _plain_ticks(side, ends)
+    axis.legend(fontsize=7, loc="lower right")
+
+
+def _plain_ticks(side: Axis, ends: tuple[float, float]) -> None:
+    """1, 2 and 5 times powers of ten."""
+    side.set_major_locator(
+        FixedLocator(
+            [t for power in range(-2, 5) for t in (10**power, 2 * 10**power, 5 * 10**power) if ends[0] <= t <= ends[1]]
+        )
+    )
+    side.set_minor_locator(NullLocator())
+    side.set_major_formatter("{x:g}")
