@@ -23,6 +23,7 @@ from specter_lab.errors import UserError
 from specter_lab.files import sha256_of
 from specter_lab.models.adapters import Adapter, adapter_for
 from specter_lab.models.geometry import GEOMETRY
+from specter_lab.models.packed import MANIFEST, unpacked
 from specter_lab.paths import ZOO
 
 disable_progress_bar()  # one bar per loaded model would bury the experiment's own
@@ -30,7 +31,6 @@ disable_progress_bar()  # one bar per loaded model would bury the experiment's o
 ZOO_MODELS = ("qwen-nano", "phi-nano", "deepseek-nano", "dense-nano")
 PROXIES = ("qwen-proxy", "phi-proxy", "deepseek-proxy")  # as deep as the originals; trained by the user, not shipped
 DECIDING_FILES = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # beside the weights
-MANIFEST = "MANIFEST.json"  # file name -> sha256, beside the weights of every zoo model
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def resolve(name: str) -> Path:
         UserError: nothing by that name can be found here.
     """
     if name in ZOO_MODELS or name in PROXIES and (ZOO / name).is_dir():
-        return ZOO / name
+        return unpacked(ZOO / name)
     if Path(name).is_dir():
-        return Path(name)
+        return unpacked(Path(name))
     if name in PROXIES:
         raise UserError(f"{name} is not in data/zoo: proxies are trained, not shipped; on a CUDA GPU `.venv/bin/python -m "
                         f"specter_lab.models.zoo.train {name}` makes it, or name models you have (MODELS=path/to/folder)")  # fmt: skip
@@ -108,7 +108,8 @@ def checkpoint_digest(folder: Path) -> str:
             if actual != expected:
                 raise UserError(
                     f"{folder / name} is not the published file (sha256 {actual[:12]}, expected {expected[:12]}): "
-                    f"restore it with `git checkout -- {folder.name}` in its parent folder, or download it again"
+                    f"restore it with `git checkout -- {folder.name}` in its parent folder (in a cache: remove {folder}), "
+                    f"or download it again"
                 )
     return hashlib.sha256(repr(hashes).encode()).hexdigest()
 

@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specter_lab.errors import UserError
+from specter_lab.files import sha256_of
 from specter_lab.models.geometry import GEOMETRY
-from specter_lab.models.load import MANIFEST, ZOO_MODELS, check_device, load, resolve
+from specter_lab.models.load import ZOO_MODELS, check_device, load, resolve
+from specter_lab.models.packed import MANIFEST, pack
 from specter_lab.paths import ZOO
 
 
@@ -17,7 +19,7 @@ from specter_lab.paths import ZOO
 def copy_of_phi(tmp_path):
     """A private copy without manifest: a checkpoint from elsewhere."""
     folder = tmp_path / "phi-copy"
-    shutil.copytree(ZOO / "phi-nano", folder)
+    shutil.copytree(resolve("phi-nano"), folder)
     (folder / MANIFEST).unlink()
     return folder
 
@@ -36,7 +38,7 @@ def test_zoo_models_load_and_match_their_geometry(name):
 
 @pytest.mark.parametrize("name", ZOO_MODELS)
 def test_zoo_weights_are_bf16_and_trained(name):
-    tensors = load_file(ZOO / name / "model.safetensors")
+    tensors = load_file(resolve(name) / "model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     record = json.loads((ZOO / name / "training.json").read_text())
     assert record["tokens"] >= 100_000_000
@@ -59,7 +61,7 @@ def test_hub_id_without_network(monkeypatch):
 
 def test_altered_zoo_file_is_named(tmp_path):
     folder = tmp_path / "phi-nano"
-    shutil.copytree(ZOO / "phi-nano", folder)
+    shutil.copytree(resolve("phi-nano"), folder)
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
@@ -156,6 +158,29 @@ def test_zoo_model_without_manifest(tmp_path, monkeypatch):
     monkeypatch.setattr("specter_lab.models.load.ZOO", tmp_path)
     with pytest.raises(UserError, match="restore it"):
         load("phi-nano")
+
+
+def test_packed_weights_come_back_whole_or_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("specter_lab.paths.CACHE", tmp_path / "cache")
+    folder = tmp_path / "phi-nano"
+    shutil.copytree(ZOO / "phi-nano", folder)
+    found = resolve(str(folder))
+    listed = json.loads((folder / MANIFEST).read_text())
+    assert found.name == "phi-nano" and {name: sha256_of(found / name) for name in listed} == listed
+    assert resolve(str(folder)) == found
+    for file in folder.glob("*.xz"):
+        file.write_bytes(file.read_bytes()[:100_000])
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(UserError, match="safetensors.xz is damaged .*: restore it with `git checkout`"):
+        load(str(folder))
+
+
+def test_packing_is_lossless(copy_of_phi):
+    before = sha256_of(copy_of_phi / "model.safetensors")
+    (copy_of_phi / MANIFEST).write_text("{}")
+    pack(copy_of_phi)
+    assert [file.name for file in copy_of_phi.glob("model*")] == ["model.safetensors.xz"]
+    assert sha256_of(resolve(str(copy_of_phi)) / "model.safetensors") == before
 
 
 def test_own_digest_follows_the_config(copy_of_phi):
