@@ -30,7 +30,16 @@ from specter_lab.models.zoo.grouped_switch import GroupedSwitchMLP, group_expert
 from specter_lab.models.zoo.pairs import DEFAULT_DIR, Pair, read_pairs
 from specter_lab.models.zoo.train import hardware, write_folder
 from specter_lab.models.zoo.translation import (
-    DIRECTIONS, IGNORED, PAD, SHAPES, Examples, encode_sources, epoch, padded, pair_tokenizer, sides,
+    DIRECTIONS,
+    IGNORED,
+    PAD,
+    SHAPES,
+    Examples,
+    encode_sources,
+    epoch,
+    padded,
+    pair_tokenizer,
+    sides,
 )  # fmt: skip
 from specter_lab.paths import ZOO
 
@@ -45,6 +54,7 @@ class TranslationRecipe:
     batch_tokens: int = 8192  # padded tokens a side
     max_tokens: int = 96  # longer pairs are left out
     lr: float = 2e-3  # peak, cosine to a twentieth
+    embedding_lr: float = 8.0  # times lr: embeddings start at unit scale, matrices at d^-0.5
     warmup_steps: int = 400
     weight_decay: float = 0.05  # matrices only
     betas: tuple[float, float] = (0.9, 0.98)
@@ -142,9 +152,11 @@ def train(model: PreTrainedModel, examples: Examples, validation: Examples, reci
     """
     on_gpu = examples.sources.is_cuda
     parameters = [p for p in model.parameters() if p.requires_grad]
+    embedding = model.get_input_embeddings().weight
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+            {"params": [embedding], "weight_decay": 0.0, "factor": recipe.embedding_lr},
+            {"params": [p for p in parameters if p.ndim >= 2 and p is not embedding], "weight_decay": recipe.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ],
         lr=recipe.lr, betas=recipe.betas, fused=on_gpu,
@@ -162,7 +174,7 @@ def train(model: PreTrainedModel, examples: Examples, validation: Examples, reci
             batches = epoch(examples, recipe.batch_tokens, generator)
             continue
         for group in optimizer.param_groups:
-            group["lr"] = recipe.lr_at(step, steps)
+            group["lr"] = recipe.lr_at(step, steps) * group.get("factor", 1.0)
         loss = loss_of(model, grouped, *examples.batch(rows), recipe.label_smoothing)
         balance = torch.stack([layer.balance for layer in layers]).sum()
         (loss + recipe.balance * balance).backward()
