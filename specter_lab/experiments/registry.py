@@ -133,6 +133,11 @@ EXPERIMENTS = {
             "Specter", "TPOT, I/O hiding, losslessness", "specter_lab.experiments.specter.engine",
             {"gpu": None}, aliases=("engine",),
         ),
+        Experiment(
+            "elephants-dequant", "integers to floating point by bit tricks, over all codes; model sizes",
+            "Elephants", "Algorithm 1", "specter_lab.experiments.elephants.dequant",
+            {"cpu": 1}, aliases=("dequant",),
+        ),
     )
 }  # fmt: skip
 
