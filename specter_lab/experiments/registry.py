@@ -138,6 +138,11 @@ EXPERIMENTS = {
             "Elephants", "Algorithm 1", "specter_lab.experiments.elephants.dequant",
             {"cpu": 1}, aliases=("dequant",),
         ),
+        Experiment(
+            "elephants-table4", "cost per word: an audit of the arithmetic, open for your own price and speed",
+            "Elephants", "Table 4", "specter_lab.experiments.elephants.table4",
+            {"cpu": 1}, aliases=("cost",),
+        ),
     )
 }  # fmt: skip
 
