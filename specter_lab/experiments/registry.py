@@ -139,6 +139,11 @@ EXPERIMENTS = {
             {"cpu": 1}, aliases=("dequant",),
         ),
         Experiment(
+            "elephants-table1", "grouped GEMM with int8 and int4 weights over FP16, by active experts",
+            "Elephants", "Table 1", "specter_lab.experiments.elephants.table1",
+            {"gpu": None}, aliases=("grouped-gemm",),
+        ),
+        Experiment(
             "elephants-table4", "cost per word: an audit of the arithmetic, open for your own price and speed",
             "Elephants", "Table 4", "specter_lab.experiments.elephants.table4",
             {"cpu": 1}, aliases=("cost",),
