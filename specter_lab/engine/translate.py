@@ -2,7 +2,8 @@
 
 Batch pruning (Elephants): a finished sentence stays in its row, but its tokens get an expert id past the last: they sort
 to the end, no expert computes them, and experts that only they would use are not read. Rows do not see each other, so
-the translations are the same with and without.
+translations are the same with and without, as far as a product's rows do not depend on how many there are: the kernels'
+do not, a BLAS may differ in the last bit.
 
 All state lies in buffers of fixed size and a step reads nothing on the host, so on a GPU a step is one CUDA graph.
 """

@@ -63,7 +63,8 @@ def test_translations_are_the_classes(model, sources, beam):
 @pytest.mark.parametrize("make", [SortedExperts, LoopExperts])
 def test_pruning_changes_no_token_and_saves_experts(model, sources, beam, make):
     plain, pruned = (translate(read_switch(model, make), sources, Options(beam, 20, prune)) for prune in (False, True))
-    assert torch.equal(plain.tokens, pruned.tokens) and torch.equal(plain.scores, pruned.scores)
+    assert torch.equal(plain.tokens, pruned.tokens)
+    torch.testing.assert_close(plain.scores, pruned.scores)  # an expert with fewer rows: BLAS may sum in another order
     assert (pruned.experts == 6).any() and not (plain.experts == 6).any()
     same = pruned.experts == plain.experts
     assert same[pruned.experts < 6].all()
