@@ -44,95 +44,110 @@ class Translation:
     experts: Tensor  # [steps, sparse decoder layers, B beam] expert used; num_experts: none
 
 
-class _State:
-    """Buffers of one batch."""
+class Session:
+    """Translates batches of one shape: B sentences of S source tokens. Buffers and graphs are made once.
 
-    def __init__(self, model: SwitchModel, sources: Tensor, options: Options) -> None:
-        batch, beam, steps, device = len(sources), options.beam, options.max_tokens, model.device
-        rows = batch * beam
-        states, self.cross_mask = encode(model, sources)
+    Args:
+        forced: sentences end at the lengths given with each batch, whatever they say (random weights never end by
+            themselves); greedy only.
+
+    Raises:
+        ValueError: forced lengths with a beam.
+    """
+
+    def __init__(
+        self, model: SwitchModel, batch: int, source_tokens: int, options: Options = Options(), *, forced: bool = False
+    ) -> None:
+        if forced and options.beam > 1:
+            raise ValueError("given lengths are for greedy decoding")
+        self.model, self.options, self.forced = model, options, forced
+        with torch.inference_mode():
+            self._allocate(batch, source_tokens)
+        self._on_gpu = model.device.type == "cuda"
+        self._begin: Callable[[], object] = self.begin
+        self._step: Callable[[], object] = self.step
+        if self._on_gpu and options.graph:
+            with torch.inference_mode():
+                self._begin, self._step = captured(self.begin, ()), captured(self.step, ())
+
+    def _allocate(self, batch: int, source_tokens: int) -> None:
+        model, beam, steps = self.model, self.options.beam, self.options.max_tokens
+        device, dtype, rows = model.device, model.embedding.dtype, batch * beam
         dim = model.decoder[0].attention.q.shape[0] // model.heads
-        shape = (rows, model.heads, steps, dim)
-        self.self_kv = [tuple(states.new_zeros(shape) for _ in "kv") for _ in model.decoder]
-        self.cross_kv = [
-            tuple(heads_of(F.linear(states, weight), model.heads) for weight in (layer.cross.k, layer.cross.v))
-            for layer in model.decoder
-        ]
+
+        def cache(count: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
+            shape = (count, model.heads, tokens, dim)
+            return [tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv") for _ in model.decoder]
+
+        self.sources = torch.full((batch, source_tokens), model.pad, device=device)
+        self.lengths = torch.full((batch,), steps, device=device)  # tokens after which a sentence is finished
+        self.self_kv, self.cross_kv = cache(rows, steps), cache(batch, source_tokens)
+        self.cross_mask = torch.zeros(batch, 1, 1, source_tokens, dtype=dtype, device=device)
         later = torch.ones(steps, steps, dtype=torch.bool, device=device).triu(1)
         bias = position_bias(model, model.decoder_bias, steps, steps, causal=True)
-        self.bias = bias.masked_fill(later, torch.finfo(bias.dtype).min)  # [heads, steps, steps]
+        self.bias = bias.masked_fill(later, torch.finfo(dtype).min)  # [heads, steps, steps]
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.last = torch.full((rows,), model.pad, device=device)  # the token each row reads next
         self.tokens = torch.full((batch, beam, steps), model.pad, device=device)
         self.scores = torch.zeros(batch, beam, device=device)
-        self.scores[:, 1:] = _NEVER  # all beams start alike: one of them counts
-        self.done_tokens, self.done_scores = self.tokens.clone(), torch.full_like(self.scores, _NEVER)
+        self.done_tokens, self.done_scores = self.tokens.clone(), self.scores.clone()
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
         self.experts = torch.full((steps, model.sparse_decoder_layers, rows), model.num_experts, device=device)
 
-    def buffers(self) -> list[Tensor]:
-        """What a step changes."""
-        caches = [part for pair in self.self_kv for part in pair]
-        return [
-            *caches,
-            self.position,
-            self.last,
-            self.tokens,
-            self.scores,
-            self.done_tokens,
-            self.done_scores,
-            self.finished,
-            self.experts,
-        ]
+    def begin(self) -> None:
+        """Encode `sources` and forget the batch before."""
+        states, mask = encode(self.model, self.sources)
+        self.cross_mask.copy_(mask)
+        for layer, pair in zip(self.model.decoder, self.cross_kv):
+            for cache, weight in zip(pair, (layer.cross.k, layer.cross.v)):
+                cache.copy_(heads_of(F.linear(states, weight), self.model.heads))
+        for buffer, value in (
+            (self.position, 0), (self.last, self.model.pad), (self.tokens, self.model.pad), (self.scores, 0.0),
+            (self.done_tokens, self.model.pad), (self.done_scores, _NEVER), (self.finished, False),
+            (self.experts, self.model.num_experts),
+        ):  # fmt: skip
+            buffer.fill_(value)
+        self.scores[:, 1:].fill_(_NEVER)  # all beams start alike: one of them counts
 
-
-def translate(
-    model: SwitchModel, sources: Tensor, options: Options = Options(), lengths: Tensor | None = None
-) -> Translation:
-    """Translate sources [B, S], padded on the right.
-
-    Args:
-        lengths: [B] tokens after which a sentence counts as finished whatever it says (random weights never end by
-            themselves); greedy only.
-
-    Raises:
-        ValueError: `lengths` with a beam.
-    """
-    if lengths is not None and options.beam > 1:
-        raise ValueError("given lengths are for greedy decoding")
-    with torch.inference_mode():
-        return _run(model, _State(model, sources, options), options, lengths)
-
-
-def _run(model: SwitchModel, state: _State, options: Options, lengths: Tensor | None) -> Translation:
-    def step() -> None:
-        logits = _decoder_step(model, state, options)
-        if options.beam == 1:
-            _greedy(model, state, logits, lengths)
+    def step(self) -> None:
+        """One token of every row."""
+        logits = _decoder_step(self)
+        if self.options.beam == 1:
+            _greedy(self, logits)
         else:
-            _beam(model, state, logits, options)
-        state.position.add_(1)
+            _beam(self, logits)
+        self.position.add_(1)
 
-    on_gpu = model.device.type == "cuda"
-    run: Callable[[], object] = captured(step, state.buffers()) if on_gpu and options.graph else step
-    check_every = _CHECK_EVERY if on_gpu else 1
-    steps = 0
-    while steps < options.max_tokens:
-        run()
-        steps += 1
-        if steps % check_every == 0 and bool(state.finished.all()):
-            break
-    if options.beam > 1:
-        _keep_unfinished(state)
-        return Translation(state.done_tokens[:, 0], state.done_scores[:, 0], steps, state.experts[:steps])
-    return Translation(state.tokens[:, 0], state.scores[:, 0], steps, state.experts[:steps])
+    @torch.inference_mode()
+    def __call__(self, sources: Tensor, lengths: Tensor | None = None) -> Translation:
+        """Translate sources [B, S], padded on the right; `lengths` [B] where they are forced."""
+        self.sources.copy_(sources)
+        if lengths is not None:
+            self.lengths.copy_(lengths)
+        self._begin()
+        steps = 0
+        while steps < self.options.max_tokens:
+            self._step()
+            steps += 1
+            if steps % (_CHECK_EVERY if self._on_gpu else 1) == 0 and bool(self.finished.all()):
+                break
+        tokens, scores = self.tokens, self.scores
+        if self.options.beam > 1:
+            _keep_unfinished(self)
+            tokens, scores = self.done_tokens, self.done_scores
+        return Translation(tokens[:, 0].clone(), scores[:, 0].clone(), steps, self.experts[:steps].clone())
 
 
-def _decoder_step(model: SwitchModel, state: _State, options: Options) -> Tensor:
+def translate(model: SwitchModel, sources: Tensor, options: Options = Options()) -> Translation:
+    """Translate one batch of sources [B, S], padded on the right."""
+    return Session(model, *sources.shape, options)(sources)
+
+
+def _decoder_step(state: Session) -> Tensor:
     """Logits [B beam, V] after each row's last token."""
+    model, beam = state.model, state.options.beam
     x = F.embedding(state.last, model.embedding)  # [R, H]
-    beam = options.beam
-    finished = state.finished.repeat_interleave(beam) if options.prune else None
+    finished = state.finished[:, None].expand(-1, beam).flatten() if state.options.prune else None
     bias = state.bias.index_select(1, state.position)  # [heads, 1, steps]
     sparse = 0
     for layer, (keys, values), (cross_keys, cross_values) in zip(model.decoder, state.self_kv, state.cross_kv):
@@ -154,23 +169,24 @@ def _decoder_step(model: SwitchModel, state: _State, options: Options) -> Tensor
     return F.linear(hidden, model.embedding)
 
 
-def _greedy(model: SwitchModel, state: _State, logits: Tensor, lengths: Tensor | None) -> None:
+def _greedy(state: Session, logits: Tensor) -> None:
+    model = state.model
     best, token = logits.float().log_softmax(-1).max(-1)  # [B]
     token = token.masked_fill(state.finished, model.pad)
     state.scores[:, 0] += best.masked_fill(state.finished, 0.0)
     state.tokens[:, 0].index_copy_(1, state.position, token[:, None])
     state.last.copy_(token)
-    state.finished.logical_or_(token == model.end if lengths is None else state.position + 1 >= lengths)
+    state.finished.logical_or_(state.position + 1 >= state.lengths if state.forced else token == model.end)
 
 
-def _beam(model: SwitchModel, state: _State, logits: Tensor, options: Options) -> None:
+def _beam(state: Session, logits: Tensor) -> None:
     """One step of beam search with length-normalised scores; ends as transformers' does (early_stopping=False)."""
-    batch, beam = state.scores.shape
+    model, (batch, beam), steps = state.model, state.scores.shape, state.options.max_tokens
     vocab = logits.shape[-1]
     totals = logits.float().log_softmax(-1).view(batch, beam, vocab) + state.scores[..., None]
     top, where = totals.flatten(1).topk(2 * beam)  # [B, 2 beam]: enough for `beam` that go on
     source, token = where // vocab, where % vocab
-    paths = state.tokens.gather(1, source[..., None].expand(-1, -1, options.max_tokens))  # [B, 2 beam, steps]
+    paths = state.tokens.gather(1, source[..., None].expand(-1, -1, steps))  # [B, 2 beam, steps]
     paths.index_copy_(2, state.position, token[..., None])
     ended = token == model.end
     length = (state.position + 1).float()
@@ -179,7 +195,7 @@ def _beam(model: SwitchModel, state: _State, logits: Tensor, options: Options) -
     scores, kept = torch.where(ended, _NEVER, top).topk(beam)  # [B, beam]
     running = ~state.finished[:, None]
     rows = torch.where(running, source.gather(1, kept), torch.arange(beam, device=top.device))
-    state.tokens.copy_(paths.gather(1, kept[..., None].expand(-1, -1, options.max_tokens)))
+    state.tokens.copy_(paths.gather(1, kept[..., None].expand(-1, -1, steps)))
     state.scores.copy_(scores)
     state.last.copy_(torch.where(running, token.gather(1, kept), model.pad).flatten())
     flat = (rows + beam * torch.arange(batch, device=rows.device)[:, None]).flatten()
@@ -190,7 +206,7 @@ def _beam(model: SwitchModel, state: _State, logits: Tensor, options: Options) -
     state.finished.logical_or_((worst > _NEVER / 2) & (worst >= scores[:, 0] / length))
 
 
-def _merge_done(state: _State, paths: Tensor, scores: Tensor) -> None:
+def _merge_done(state: Session, paths: Tensor, scores: Tensor) -> None:
     """Keep the best finished hypotheses among those known and `paths` [B, n, steps]."""
     beam = state.done_scores.shape[1]
     best, index = torch.cat((state.done_scores, scores), 1).topk(beam)
@@ -199,7 +215,7 @@ def _merge_done(state: _State, paths: Tensor, scores: Tensor) -> None:
     state.done_scores.copy_(best)
 
 
-def _keep_unfinished(state: _State) -> None:
+def _keep_unfinished(state: Session) -> None:
     """At the limit of tokens, hypotheses that have not ended count as they are."""
     scores = state.scores / state.position.float()
     _merge_done(state, state.tokens, scores.masked_fill(state.finished[:, None], _NEVER))

@@ -6,7 +6,7 @@ from transformers import SwitchTransformersForConditionalGeneration
 
 from specter_lab.engine.switch_experts import LoopExperts, SortedExperts, channel_experts
 from specter_lab.engine.switch_model import encode, random_switch, read_switch
-from specter_lab.engine.translate import Options, translate
+from specter_lab.engine.translate import Options, Session, translate
 from specter_lab.models.switch import SwitchGeometry
 from specter_lab.models.zoo.translation import config
 
@@ -72,12 +72,25 @@ def test_pruning_changes_no_token_and_saves_experts(model, sources, beam, make):
 
 def test_given_lengths_end_sentences(model, sources):
     lengths = torch.arange(len(sources)) % 7 + 1
-    found = translate(read_switch(model), sources, Options(max_tokens=12), lengths=lengths)
+    found = Session(read_switch(model), *sources.shape, Options(max_tokens=12), forced=True)(sources, lengths)
     assert found.steps == 7
     used = (found.experts[:, 0] < 6).sum(0)
     assert torch.equal(used, lengths)
     with pytest.raises(ValueError, match="greedy"):
-        translate(read_switch(model), sources, Options(beam=2), lengths=lengths)
+        Session(read_switch(model), *sources.shape, Options(beam=2), forced=True)
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_a_session_forgets_the_batch_before(model, sources, beam):
+    made, options = read_switch(model), Options(beam, 20)
+    session = Session(made, *sources.shape, options)
+    session(sources.flip(0))
+    again, alone = session(sources), translate(made, sources, options)
+    assert (
+        torch.equal(again.tokens, alone.tokens)
+        and torch.equal(again.scores, alone.scores)
+        and torch.equal(again.experts, alone.experts)
+    )
 
 
 def test_a_random_model_has_its_geometry():
@@ -86,7 +99,8 @@ def test_a_random_model_has_its_geometry():
     experts = [layer.feed_forward.experts for layer in (*made.encoder, *made.decoder) if layer.feed_forward.experts]
     assert len(experts) == geometry.moe_layers and made.num_experts == 4
     assert sum(e.wi.numel() + e.wo.numel() for e in experts) == geometry.expert_parameters
-    found = translate(made, torch.randint(3, 500, (2, 5)), Options(max_tokens=4), lengths=torch.tensor([2, 4]))
+    session = Session(made, 2, 5, Options(max_tokens=4), forced=True)
+    found = session(torch.randint(3, 500, (2, 5)), torch.tensor([2, 4]))
     assert found.tokens.shape == (2, 4) and found.steps == 4
 
 
