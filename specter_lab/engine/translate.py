@@ -48,18 +48,13 @@ class Session:
     """Translates batches of one shape: B sentences of S source tokens. Buffers and graphs are made once.
 
     Args:
-        forced: sentences end at the lengths given with each batch, whatever they say (random weights never end by
-            themselves); greedy only.
-
-    Raises:
-        ValueError: forced lengths with a beam.
+        forced: for random weights, which never end by themselves and say the same in every row, so that one expert
+            would serve all: rows read `given` tokens whatever they choose, sentences end at the lengths given.
     """
 
     def __init__(
         self, model: SwitchModel, batch: int, source_tokens: int, options: Options = Options(), *, forced: bool = False
     ) -> None:
-        if forced and options.beam > 1:
-            raise ValueError("given lengths are for greedy decoding")
         self.model, self.options, self.forced = model, options, forced
         with torch.inference_mode():
             self._allocate(batch, source_tokens)
@@ -89,6 +84,8 @@ class Session:
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.last = torch.full((rows,), model.pad, device=device)  # the token each row reads next
         self.tokens = torch.full((batch, beam, steps), model.pad, device=device)
+        draw = torch.Generator(device).manual_seed(0)
+        self.given = torch.randint(model.end + 1, len(model.embedding), (rows, steps), device=device, generator=draw)
         self.scores = torch.zeros(batch, beam, device=device)
         self.done_tokens, self.done_scores = self.tokens.clone(), self.scores.clone()
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
@@ -116,6 +113,9 @@ class Session:
             _greedy(self, logits)
         else:
             _beam(self, logits)
+        if self.forced:
+            self.last.copy_(self.given.index_select(1, self.position)[:, 0])
+            self.finished.logical_or_(self.position + 1 >= self.lengths)
         self.position.add_(1)
 
     @torch.inference_mode()
@@ -176,7 +176,8 @@ def _greedy(state: Session, logits: Tensor) -> None:
     state.scores[:, 0] += best.masked_fill(state.finished, 0.0)
     state.tokens[:, 0].index_copy_(1, state.position, token[:, None])
     state.last.copy_(token)
-    state.finished.logical_or_(state.position + 1 >= state.lengths if state.forced else token == model.end)
+    if not state.forced:
+        state.finished.logical_or_(token == model.end)
 
 
 def _beam(state: Session, logits: Tensor) -> None:
