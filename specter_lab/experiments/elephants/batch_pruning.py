@@ -143,17 +143,17 @@ def plot(rows: pd.DataFrame) -> Figure:
     kind = rows["kind"].iloc[0]
     batches = sorted(rows["batch"].unique())
     colors = dict(zip(batches, sns.color_palette("viridis", len(batches))))
-    groups = [name for name in ("direction", "model") if rows[name].nunique() > 1]
-    marks = {key: mark for key, mark in zip(rows.groupby(groups or ["kind"]).groups, "osD^")}
-    for key, part in rows.groupby(groups or ["kind"]):
-        key = key if key in marks else key[0]
+    named = rows["direction"].fillna("")
+    for (group, part), mark in zip(rows.groupby(named.where(named != "", rows["model"])), "osD^"):
         for batch, points in part.groupby("batch"):
-            label = f"batch {batch}" + (
-                f", {' '.join(key) if isinstance(key, tuple) else key}" if len(marks) > 1 else ""
-            )
             for axis, column in ((left, "loads_kept_share"), (right, "speedup")):
                 axis.plot(
-                    points["length_cv"], points[column], marks.get(key, "o"), color=colors[batch], ms=5, label=label
+                    points["length_cv"],
+                    points[column],
+                    mark,
+                    color=colors[batch],
+                    ms=5,
+                    label=f"{group}, batch {batch}",
                 )
     left.set(
         xlabel="spread of lengths within a batch (standard deviation / mean)",
