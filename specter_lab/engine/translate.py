@@ -70,13 +70,14 @@ class Session:
         device, dtype, rows = model.device, model.embedding.dtype, batch * beam
         dim = model.decoder[0].attention.q.shape[0] // model.heads
 
-        def cache(count: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
-            shape = (count, model.heads, tokens, dim)
+        def cache(*shape: int) -> list[tuple[Tensor, Tensor]]:
             return [tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv") for _ in model.decoder]
 
         self.sources = torch.full((batch, source_tokens), model.pad, device=device)
         self.lengths = torch.full((batch,), steps, device=device)  # tokens after which a sentence is finished
-        self.self_kv, self.cross_kv = cache(rows, steps), cache(batch, source_tokens)
+        self.self_kv = cache(batch, model.heads, beam, steps, dim)
+        self.cross_kv = cache(batch, model.heads, source_tokens, dim)
+        self.owner = torch.zeros(batch, beam, steps, dtype=torch.long, device=device)  # whose cache holds a beam's past
         self.cross_mask = torch.zeros(batch, 1, 1, source_tokens, dtype=dtype, device=device)
         later = torch.ones(steps, steps, dtype=torch.bool, device=device).triu(1)
         bias = position_bias(model, model.decoder_bias, steps, steps, causal=True)
@@ -101,7 +102,7 @@ class Session:
         for buffer, value in (
             (self.position, 0), (self.last, self.model.pad), (self.tokens, self.model.pad), (self.scores, 0.0),
             (self.done_tokens, self.model.pad), (self.done_scores, _NEVER), (self.finished, False),
-            (self.experts, self.model.num_experts),
+            (self.experts, self.model.num_experts), (self.owner, 0),
         ):  # fmt: skip
             buffer.fill_(value)
         self.scores[:, 1:].fill_(_NEVER)  # all beams start alike: one of them counts
@@ -148,15 +149,15 @@ def _decoder_step(state: Session) -> Tensor:
     model, beam = state.model, state.options.beam
     x = F.embedding(state.last, model.embedding)  # [R, H]
     finished = state.finished[:, None].expand(-1, beam).flatten() if state.options.prune else None
-    bias = state.bias.index_select(1, state.position)  # [heads, 1, steps]
+    bias = _past(state)
     sparse = 0
     for layer, (keys, values), (cross_keys, cross_values) in zip(model.decoder, state.self_kv, state.cross_kv):
         part = layer.attention
-        hidden = rms_norm(x, part.norm, model.eps)[:, None]  # [R, 1, H]
+        hidden = rms_norm(x, part.norm, model.eps).unflatten(0, (-1, beam))  # [B, beam, H]
         q, k, v = (heads_of(F.linear(hidden, weight), model.heads) for weight in (part.q, part.k, part.v))
-        keys.index_copy_(2, state.position, k)
-        values.index_copy_(2, state.position, v)
-        x = x + F.linear(mix(q, keys, values, bias)[:, 0], part.o)
+        keys.index_copy_(3, state.position, k[..., None, :])
+        values.index_copy_(3, state.position, v[..., None, :])
+        x = x + F.linear(mix(q, keys.flatten(2, 3), values.flatten(2, 3), bias), part.o).flatten(0, 1)
         part = layer.cross
         hidden = rms_norm(x, part.norm, model.eps).unflatten(0, (-1, beam))  # a sentence's beams share its states
         q = heads_of(F.linear(hidden, part.q), model.heads)  # [B, heads, beam, D]
@@ -167,6 +168,23 @@ def _decoder_step(state: Session) -> Tensor:
             sparse += 1
     hidden = rms_norm(x, model.decoder_norm, model.eps) * x.shape[-1] ** -0.5
     return F.linear(hidden, model.embedding)
+
+
+def _past(state: Session) -> Tensor:
+    """Bias and mask of self-attention: over a row's own past, or over all beams' caches of its sentence.
+
+    A beam that goes on from another one reads that one's cache, so no cache is ever copied: `owner` [B, beam, steps] says
+    which beam wrote each token of a beam's past. Returns [heads, 1, steps], or [B, heads, beam, beam steps].
+    """
+    bias = state.bias.index_select(1, state.position)  # [heads, 1, steps]
+    beam = state.options.beam
+    if beam == 1:
+        return bias
+    slots = torch.arange(beam, device=bias.device)
+    state.owner.index_copy_(2, state.position, slots.expand(len(state.owner), -1)[..., None])
+    mine = state.owner[:, :, None, :] == slots[:, None]  # [B, beam, beam, steps]: of whom, at which step
+    mask = torch.zeros_like(mine, dtype=bias.dtype).masked_fill(~mine, torch.finfo(bias.dtype).min)
+    return (bias[:, :, None, :] + mask[:, None]).flatten(-2)
 
 
 def _greedy(state: Session, logits: Tensor) -> None:
@@ -199,10 +217,7 @@ def _beam(state: Session, logits: Tensor) -> None:
     state.tokens.copy_(paths.gather(1, kept[..., None].expand(-1, -1, steps)))
     state.scores.copy_(scores)
     state.last.copy_(torch.where(running, token.gather(1, kept), model.pad).flatten())
-    flat = (rows + beam * torch.arange(batch, device=rows.device)[:, None]).flatten()
-    for pair in state.self_kv:
-        for cache in pair:
-            cache.copy_(cache.index_select(0, flat))
+    state.owner.copy_(state.owner.gather(1, rows[..., None].expand(-1, -1, steps)))
     worst = state.done_scores.min(1).values
     state.finished.logical_or_((worst > _NEVER / 2) & (worst >= scores[:, 0] / length))
 
