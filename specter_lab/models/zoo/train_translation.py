@@ -62,7 +62,7 @@ class TranslationRecipe:
     label_smoothing: float = 0.1
     balance: float = 0.02  # weight of the load-balancing loss, per layer
     checks: int = 20  # times that the validation loss is taken
-    limit_s: float = 270.0  # fewer steps where the first ones say that all would take longer
+    limit_s: float = 240.0  # fewer steps where the first ones say that all would take longer
     seed: int = 0
 
     def lr_at(self, step: int, steps: int) -> float:
