@@ -92,7 +92,8 @@ def plot(rows: pd.DataFrame) -> Figure:
             left.plot(values.index, values, style, ms=4, color=colors[system], label=f"{system}, beam {beam}")
     left.set(xscale="log", yscale="log", xlabel="batch, sentences", ylabel="input tokens/s")
     left.set_title("a  The whole translator, 5.3B, random weights", loc="left", fontsize=10)
-    left.legend(fontsize=7.5)
+    left.set_ylim(top=30 * rows["input_tokens_s"].max())  # room for the legend
+    left.legend(fontsize=7.5, ncols=2, loc="upper left")
     ours, paper = ratios(rows), papers_ratios()
     shades = sns.color_palette("colorblind", 6)[3:]
     for (name, values), color in zip(ours.iterrows(), shades):
