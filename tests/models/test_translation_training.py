@@ -12,8 +12,9 @@ from specter_lab.models.load import checkpoint_digest
 from specter_lab.models.zoo import train_translation
 from specter_lab.models.zoo.grouped_switch import group_experts, ungroup_experts
 from specter_lab.models.zoo.pairs import read_pairs
-from specter_lab.models.zoo.train_translation import TOY, loss_of, run
-from specter_lab.models.zoo.translation import IGNORED, PAD, Examples, config, epoch, pair_tokenizer
+from specter_lab.models.zoo.train_translation import run
+from specter_lab.models.zoo.translation import IGNORED, PAD, SHAPES, Examples, config, epoch, pair_tokenizer
+from specter_lab.models.zoo.translation_recipe import TOY, loss_of
 
 TINY = config(d_model=32, d_ff=48, heads=2, head_dim=16, encoder_layers=4, decoder_layers=2, dropout=0.0, experts=6)
 
@@ -95,7 +96,7 @@ def test_toy_training_writes_a_folder_that_loads(tmp_path, monkeypatch):
     rows = read_pairs("validation")[:400]
     lines = "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
     (tmp_path / "train.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
-    monkeypatch.setitem(train_translation.SHAPES, "switch-nano", TINY)
+    monkeypatch.setitem(SHAPES, "switch-nano", TINY)
     monkeypatch.setattr(train_translation, "SAMPLES", 8)
     recipe = dataclasses.replace(TOY, steps=24)
     record = run("switch-nano", recipe, tmp_path, tmp_path / "zoo", toy=True)
