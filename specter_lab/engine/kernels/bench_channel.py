@@ -30,6 +30,8 @@ from specter_lab.engine.kernels.channel_gemm import (
     SortedTokens,
     linear,
     sort_tokens,
+    tiled,
+    tiles_for,
 )
 from specter_lab.engine.kernels.timing import copy_gb_s, replay_us
 
@@ -90,7 +92,11 @@ def spread(tokens: int, active: int) -> SortedTokens:
 def calls_of(bank: list[ChannelWeights], x: Tensor, active: int, tiles: ChannelTiles | None = None) -> list:
     """One call per copy of the weights, each with a routing of its own."""
     out = torch.empty(len(x), bank[0].outputs, dtype=x.dtype, device="cuda")
-    return [partial(linear, x, weights, spread(len(x), active), out, gather=True, tiles=tiles) for weights in bank]
+    tiles = tiles or tiles_for(len(x), EXPERTS)
+    routes = [spread(len(x), active) for _ in bank]
+    for route in routes:
+        tiled(route, tiles.tokens)  # sorting and cutting into tiles is not what is timed
+    return [partial(linear, x, weights, route, out, gather=True, tiles=tiles) for weights, route in zip(bank, routes)]
 
 
 def torch_calls(bank: list[ChannelWeights], x: Tensor, active: int) -> list:

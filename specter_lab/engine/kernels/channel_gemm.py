@@ -10,7 +10,7 @@ Weights are FP16 or BF16, int8 with the conversion instruction ("native"), or in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from specter_lab.compress.per_channel import ChannelCodes
 HALF, INT8_NATIVE, INT8_I2F, INT4_I2F = KINDS = ("16 bit", "int8 native", "int8 I2F", "int4 I2F")
 BITS = {HALF: 16, INT8_NATIVE: 8, INT8_I2F: 8, INT4_I2F: 4}
 _K_STEP = 128  # inputs must be a multiple: a tile of int4 words
-_MAX_TOKEN_PROGRAMS = 4
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,7 @@ class SortedTokens:
     tokens: int
     num_experts: int
     direct: bool  # one token: its expert is the only slot, the other tensors are not read
+    tiles: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)  # by tokens of a tile, see `tiled`
 
 
 def sort_tokens(experts: Tensor, num_experts: int) -> SortedTokens:
@@ -142,6 +142,18 @@ def sort_tokens(experts: Tensor, num_experts: int) -> SortedTokens:
     return SortedTokens(ids[:-1], ends[:-1], ends[1:] - ends[:-1], order.to(torch.int32), tokens, num_experts, False)
 
 
+def tiled(sorted_tokens: SortedTokens, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Expert, start and count of tiles of at most `tile` tokens; computed once for both layers."""
+    if sorted_tokens.direct:
+        return sorted_tokens.expert, sorted_tokens.start, sorted_tokens.count
+    if tile not in sorted_tokens.tiles:
+        from specter_lab.engine.kernels.token_tiles import token_tiles
+
+        slots = (sorted_tokens.expert, sorted_tokens.start, sorted_tokens.count)
+        sorted_tokens.tiles[tile] = token_tiles(*slots, sorted_tokens.tokens, tile)
+    return sorted_tokens.tiles[tile]
+
+
 def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out: Tensor, *, gather: bool = False,
            factors: Tensor | None = None, relu: bool = False, tiles: ChannelTiles | None = None) -> Tensor:  # fmt: skip
     """One fully-connected layer of every token's expert, into `out`; rows of tokens without an expert are not written.
@@ -161,19 +173,17 @@ def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out:
 
     tiles = tiles or tiles_for(sorted_tokens.tokens, sorted_tokens.num_experts)
     _check(x, weights, out, tiles)
-    slots = len(sorted_tokens.expert)
     if not sorted_tokens.tokens:
         return out
     parts = 16 // BITS[weights.kind]
-    programs = min(_MAX_TOKEN_PROGRAMS, -(-sorted_tokens.tokens // tiles.tokens))
-    grid = (weights.outputs // tiles.outputs, slots, programs)
+    expert, start, count = tiled(sorted_tokens, tiles.tokens)
+    grid = (weights.outputs // tiles.outputs, len(expert))
     channel_kernels.grouped_gemm[grid](
         x.view({1: torch.int16, 2: torch.int32, 4: torch.int64}[parts]), weights.words,
         x if weights.scales is None else weights.scales, x if factors is None else factors, out,
-        sorted_tokens.expert, sorted_tokens.start, sorted_tokens.count, sorted_tokens.order, sorted_tokens.num_experts,
+        expert, start, count, sorted_tokens.order, sorted_tokens.num_experts,
         KIND=KINDS.index(weights.kind), PARTS=parts, TYPE=_gluon_type(x.dtype), OUTPUTS=weights.outputs,
-        ROW_WORDS=weights.words.shape[2], ROWS=tiles.outputs, TOKENS=tiles.tokens, TOKEN_PROGRAMS=programs,
-        DIRECT=sorted_tokens.direct, GATHER=gather, SCATTER=factors is not None, RELU=relu, num_warps=tiles.warps,
+        ROW_WORDS=weights.words.shape[2], ROWS=tiles.outputs, TOKENS=tiles.tokens, DIRECT=sorted_tokens.direct, GATHER=gather, SCATTER=factors is not None, RELU=relu, num_warps=tiles.warps,
     )  # fmt: skip
     return out
 

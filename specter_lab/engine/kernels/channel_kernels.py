@@ -156,13 +156,12 @@ def _multiply(words, packed, acc, KIND: gl.constexpr, PARTS: gl.constexpr, TYPE:
 def grouped_gemm(
     x, weights, scales, factors, out, expert_of, start_of, count_of, order, num_experts,
     KIND: gl.constexpr, PARTS: gl.constexpr, TYPE: gl.constexpr, OUTPUTS: gl.constexpr, ROW_WORDS: gl.constexpr,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, TOKEN_PROGRAMS: gl.constexpr, DIRECT: gl.constexpr,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, DIRECT: gl.constexpr,
     GATHER: gl.constexpr, SCATTER: gl.constexpr, RELU: gl.constexpr,
 ):  # fmt: skip
-    """[TOKENS, ROWS] of `out` per program and step: weights of the slot's expert times its tokens' inputs.
+    """[TOKENS, ROWS] of `out` per program: weights of the slot's expert times its tokens' inputs, at most TOKENS of them.
 
-    GATHER reads token order[place] of `x` (permute), else row `place`; SCATTER writes row order[place] of `out`,
-    times its factor (unpermute), else row `place`.
+    GATHER reads `x` through `order` (permute), SCATTER writes `out` through it, each row times its factor (unpermute).
     """
     WARPS: gl.constexpr = [gl.num_warps(), 1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=WARPS, instr_shape=[16, 8])
@@ -178,6 +177,8 @@ def grouped_gemm(
         count = gl.load(count_of + slot)
         start = gl.load(start_of + slot, mask=count > 0, other=0)
         expert = gl.load(expert_of + slot, mask=count > 0, other=0).to(gl.int64)
+    if count == 0:
+        return
     first_row = gl.program_id(0) * ROWS
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, A))
     w_a = gl.arange(0, WORDS, layout=gl.SliceLayout(0, A))
@@ -186,38 +187,36 @@ def grouped_gemm(
     row_out = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     n_out = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, MMA))
     tile_of = weights + expert * (OUTPUTS * ROW_WORDS) + (row * ROW_WORDS)[:, None] + w_a[None, :]  # [M, W]
-    for first in range(gl.program_id(2) * TOKENS, count, TOKENS * TOKEN_PROGRAMS):
-        place = first + n
-        good = (place < count)[None, :] & (w_b >= 0)[:, None]
-        if DIRECT or not GATHER:
-            token = start + place
-            if DIRECT and GATHER:
-                token = place
-        else:
-            token = gl.load(order + start + place, mask=place < count, other=0)
-        inputs_of = x + (token.to(gl.int64) * ROW_WORDS)[None, :] + w_b[:, None]  # [W, N]
-        acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=MMA)
-        here0 = gl.load(tile_of)
-        here1 = gl.load(tile_of + WORDS, mask=TILES > 1, other=0)
-        for tile in range(0, TILES, 2):
-            next0 = gl.load(tile_of + (tile + 2) * WORDS, mask=tile + 2 < TILES, other=0)
-            next1 = gl.load(tile_of + (tile + 3) * WORDS, mask=tile + 3 < TILES, other=0)
-            packed0 = gl.load(inputs_of + tile * WORDS, mask=good, other=0)
-            packed1 = gl.load(inputs_of + (tile + 1) * WORDS, mask=good & (tile + 1 < TILES), other=0)
-            acc = _multiply(here0, packed0, acc, KIND, PARTS, TYPE)
-            acc = _multiply(here1, packed1, acc, KIND, PARTS, TYPE)
-            here0, here1 = next0, next1
-        if KIND != HALF:
-            acc *= gl.load(scales + expert * OUTPUTS + row_out).to(gl.float32)[:, None]
-        if RELU:
-            acc = gl.maximum(acc, 0.0)
-        written = (first + n_out) < count
-        target = start + first + n_out
-        if SCATTER:
-            if not DIRECT:
-                target = gl.load(order + start + first + n_out, mask=written, other=0)
-            acc *= gl.load(factors + target, mask=written, other=0.0).to(gl.float32)[None, :]
-        gl.store(
-            out + target.to(gl.int64)[None, :] * OUTPUTS + row_out[:, None], acc.to(out.dtype.element_ty),
-            mask=written[None, :] & (row_out >= 0)[:, None],
-        )  # fmt: skip
+    good = (n < count)[None, :] & (w_b >= 0)[:, None]
+    if DIRECT or not GATHER:
+        token = start + n
+        if DIRECT and GATHER:
+            token = n
+    else:
+        token = gl.load(order + start + n, mask=n < count, other=0)
+    inputs_of = x + (token.to(gl.int64) * ROW_WORDS)[None, :] + w_b[:, None]  # [W, N]
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=MMA)
+    here0 = gl.load(tile_of)
+    here1 = gl.load(tile_of + WORDS, mask=TILES > 1, other=0)
+    for tile in range(0, TILES, 2):
+        next0 = gl.load(tile_of + (tile + 2) * WORDS, mask=tile + 2 < TILES, other=0)
+        next1 = gl.load(tile_of + (tile + 3) * WORDS, mask=tile + 3 < TILES, other=0)
+        packed0 = gl.load(inputs_of + tile * WORDS, mask=good, other=0)
+        packed1 = gl.load(inputs_of + (tile + 1) * WORDS, mask=good & (tile + 1 < TILES), other=0)
+        acc = _multiply(here0, packed0, acc, KIND, PARTS, TYPE)
+        acc = _multiply(here1, packed1, acc, KIND, PARTS, TYPE)
+        here0, here1 = next0, next1
+    if KIND != HALF:
+        acc *= gl.load(scales + expert * OUTPUTS + row_out).to(gl.float32)[:, None]
+    if RELU:
+        acc = gl.maximum(acc, 0.0)
+    written = n_out < count
+    target = start + n_out
+    if SCATTER:
+        if not DIRECT:
+            target = gl.load(order + start + n_out, mask=written, other=0)
+        acc *= gl.load(factors + target, mask=written, other=0.0).to(gl.float32)[None, :]
+    gl.store(
+        out + target.to(gl.int64)[None, :] * OUTPUTS + row_out[:, None], acc.to(out.dtype.element_ty),
+        mask=written[None, :] & (row_out >= 0)[:, None],
+    )  # fmt: skip

@@ -94,6 +94,15 @@ def channel_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: Tensor, wo: Ten
     return out
 
 
+def token_tiles(expert: Tensor, start: Tensor, count: Tensor, tile: int) -> list[tuple[int, int, int]]:
+    """(expert, start, count) of tiles of at most `tile` tokens, slot after slot; see `token_tiles.token_tiles`."""
+    return [
+        (e, s + first, min(tile, c - first))
+        for e, s, c in zip(expert.tolist(), start.tolist(), count.tolist())
+        for first in range(0, c, tile)
+    ]
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]; see `dense.linear`."""
     wide = weight.float()

@@ -67,6 +67,14 @@ def test_tokens_are_sorted_and_finished_ones_left_out(count):
     sorting_checks(torch.full((count,), 32), 32)
 
 
+def test_tiles_hold_every_token_once():
+    work = gemm.sort_tokens(torch.randint(0, 9, (200,)), 8)
+    tiles = reference.token_tiles(work.expert, work.start, work.count, 16)
+    places = [place for _, start, count in tiles for place in range(start, start + count)]
+    assert places == list(range(int(work.count.sum()))) and max(count for *_, count in tiles) <= 16
+    assert len(tiles) <= 8 + 200 // 16  # the grid
+
+
 def test_the_reference_is_a_switch_layer():
     from transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
@@ -87,6 +95,19 @@ def test_the_reference_is_a_switch_layer():
 @pytest.mark.gpu
 class TestOnAGpu:
     pytestmark = pytest.mark.usefixtures("poisoned")
+
+    @pytest.mark.parametrize("tile", [8, 16, 32])
+    @pytest.mark.parametrize("tokens", [2, 40, 64, 500])
+    def test_tiles_are_the_references(self, tokens, tile):
+        from specter_lab.engine.kernels.token_tiles import most_tiles, token_tiles
+
+        for experts in (torch.randint(-1, 33, (tokens,)), torch.full((tokens,), 5), torch.full((tokens,), 32)):
+            work = gemm.sort_tokens(experts.cuda(), 32)
+            found = token_tiles(work.expert, work.start, work.count, tokens, tile)
+            assert all(len(part) == most_tiles(len(work.count), tokens, tile) for part in found)
+            expected = reference.token_tiles(work.expert, work.start, work.count, tile)
+            rows = list(zip(*(part.tolist() for part in found)))
+            assert rows[: len(expected)] == expected and not any(count for *_, count in rows[len(expected) :])
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("kind", gemm.KINDS)
