@@ -19,7 +19,7 @@ def rows():
         for active in table1.ACTIVE:
             read = active * 1024 * 4096 * bits / 8e6
             found.append({"shape": table1.PAPER_SHAPE, "dtype": "fp16", "kernel": kernel, "tokens": 40, "active": active, "cache": "cold",
-                          "time_us": 2 + read / 2.0, "floor_us": read / 4.0, "read_mb": read, "copy_gb_s": 4000.0})  # fmt: skip
+                          "time_us": 2 + read / 2.0, "time_low_us": 1.9 + read / 2.0, "time_high_us": 2.1 + read / 2.0, "floor_us": read / 4.0, "read_mb": read, "copy_gb_s": 4000.0})  # fmt: skip
     return pd.DataFrame(found)
 
 
@@ -29,6 +29,12 @@ def test_every_claim_has_a_value(rows):
     assert found["elephants-table1/int4-optimised@32"].value == pytest.approx((2 + 134.2) / (2 + 33.55), rel=1e-2)
     mean = found["elephants-table1/geometric-mean@int8-native"]
     assert 1 < mean.low < mean.value < mean.high < 2
+
+
+def test_kernels_are_the_kernels():
+    from specter_lab.engine.kernels.channel_gemm import KINDS
+
+    assert {table1.HALF, *table1.NAMES} == set(KINDS)
 
 
 def test_the_most_is_the_ratio_of_bytes(rows):

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,7 +34,7 @@ from specter_lab.engine.kernels.channel_gemm import (
     tiled,
     tiles_for,
 )
-from specter_lab.engine.kernels.timing import copy_gb_s, replay_us
+from specter_lab.engine.kernels.timing import copy_gb_s, replay_times_us
 
 EXPERTS = 32
 ACTIVE = (1, 4, 8, 16, 24, 32)
@@ -60,7 +61,9 @@ class ChannelRow:
     tokens: int
     active: int
     cache: str  # cold or warm
-    time_us: float
+    time_us: float  # median of the replays
+    time_low_us: float  # 5th percentile
+    time_high_us: float  # 95th
     floor_us: float
     read_mb: float
     copy_gb_s: float
@@ -134,9 +137,11 @@ def rows_of(shape: str, dtype: str, copy: float, *, tokens: Iterable[int] = TOKE
                     part = bank if cache == "cold" else bank[:1] * 8
                     for tiles in tunings if kind != TORCH else (None,):
                         calls = torch_calls(part, x, count) if kind == TORCH else calls_of(part, x, count, tiles)
-                        time = replay_us(calls, _REPEATS)
-                        yield ChannelRow(shape, inputs, outputs, dtype, kind, number, count, cache, time, read / copy / 1e3,
-                                         read / 1e6, copy, "" if tiles is None else f"{tiles.outputs}x{tiles.tokens}/{tiles.warps}")  # fmt: skip
+                        times = replay_times_us(calls, _REPEATS)
+                        low, time, high = np.quantile(times, (0.05, 0.5, 0.95)).tolist()
+                        shown = "" if tiles is None else f"{tiles.outputs}x{tiles.tokens}/{tiles.warps}"
+                        yield ChannelRow(shape, inputs, outputs, dtype, kind, number, count, cache, time, low, high,
+                                         read / copy / 1e3, read / 1e6, copy, shown)  # fmt: skip
             del bank
 
 

@@ -71,7 +71,7 @@ def measure(
 
     loaded = load_translator(model)
     network = read_switch(loaded.model)
-    texts, _ = sentences(direction, sentences_used)
+    texts, _ = sentences(direction, sentences_used, seed)
     seconds, batches = {}, {}
     for prune in (False, True):
         began = time.perf_counter()

@@ -10,6 +10,7 @@ from specter_lab.experiments.registry import DEFAULT_MODELS
 from specter_lab.files import sha256_of
 from specter_lab.models.load import TRANSLATORS, checkpoint_digest, resolve
 from specter_lab.models.zoo.pairs import SHIPPED_DIR, read_pairs
+from specter_lab.models.zoo.text import order_key
 from specter_lab.models.zoo.translation import sides
 
 DOMAIN = "software interface text"  # stands wherever a BLEU stands
@@ -34,7 +35,8 @@ def inputs(context: Context) -> dict[str, str]:
     }
 
 
-def sentences(direction: str, count: int) -> tuple[Sequence[str], Sequence[str]]:
-    """The first `count` test sentences and their references."""
-    found = [sides(pair, direction) for pair in read_pairs("test")[:count]]
+def sentences(direction: str, count: int, seed: int) -> tuple[Sequence[str], Sequence[str]]:
+    """`count` test sentences, drawn by the seed, and their references."""
+    drawn = sorted(read_pairs("test"), key=lambda pair: order_key(seed, pair.en))[:count]
+    found = [sides(pair, direction) for pair in drawn]
     return [source for source, _ in found], [reference for _, reference in found]

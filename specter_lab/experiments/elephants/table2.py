@@ -53,7 +53,7 @@ def run(context: Context) -> pd.DataFrame:
 def measure(model: str, digest: str, direction: str, beam: int, bits: int, sentences_used: int, seed: int) -> jobs.Rows:
     """The model as it is, and quantised to `bits` in every way. `digest` is here to name the weights."""
     loaded = load_translator(model)
-    sources, references = sentences(direction, sentences_used)
+    sources, references = sentences(direction, sentences_used, seed)
     options = Options(beam=beam, max_tokens=MAX_TOKENS)
 
     def translated(network) -> list[str]:
