@@ -30,7 +30,10 @@ def test_no_match_is_near_zero_and_a_copy_is_100():
         sacrebleu.corpus_bleu(["völlig anders"] * 3, [["not the same at all"] * 3]).score
     )
     assert float(translation.bleu(translation.bleu_statistics(REFERENCES, REFERENCES)).low) == pytest.approx(100)
-    assert translation.chrf(REFERENCES, REFERENCES) == pytest.approx(100)
+    assert float(translation.chrf(REFERENCES, REFERENCES).estimate) == pytest.approx(100)
+    found = translation.chrf(OURS, REFERENCES)
+    assert float(found.estimate) == pytest.approx(sacrebleu.corpus_chrf(OURS, [REFERENCES]).score)
+    assert found.low < found.estimate < found.high
 
 
 def test_a_paired_difference_is_narrow():

@@ -59,29 +59,30 @@ def measure(model: str, digest: str, direction: str, beam: int, bits: int, sente
     def translated(network) -> list[str]:
         return translate_texts(read_switch(network), loaded.tokenizer, sources, direction, options)
 
+    common = {"model": loaded.name, "direction": direction, "beam": beam, "sentences": len(sources), "domain": DOMAIN}
     before = translated(loaded.model)
     full = translation.bleu_statistics(before, references)
-    common = {"model": loaded.name, "direction": direction, "beam": beam, "sentences": len(sources), "domain": DOMAIN}
-    score = translation.bleu(full, seed)
-    rows = [common | {
-        "bits": 16, "divisor": "", "scope": NONE, "bleu": float(score.estimate), "bleu_low": score.low, "bleu_high": score.high,
-        "chrf": translation.chrf(before, references), "change": 0.0, "change_low": 0.0, "change_high": 0.0,
-        "sentences_changed_share": 0.0, "quantised_share": 0.0,
-    }]  # fmt: skip
+
+    def row(network, after: list[str], statistics, **how) -> dict:
+        score, change = translation.bleu(statistics, seed), translation.bleu_change(full, statistics, seed)
+        chrf = translation.chrf(after, references, seed)
+        return common | how | {
+            "bleu": score.estimate, "bleu_low": score.low, "bleu_high": score.high, "chrf": chrf.estimate, "chrf_low": chrf.low,
+            "chrf_high": chrf.high, "change": change.estimate, "change_low": change.low, "change_high": change.high,
+            "sentences_changed_share": sum(a != b for a, b in zip(before, after)) / len(before),
+            "quantised_share": quantized_share(loaded.model, network),
+        }  # fmt: skip
+
+    rows = [row(loaded.model, before, full, bits=16, divisor="", scope=NONE)]
     for divisor in per_channel.DIVISORS:
         for scope in SCOPES:
             network = quantized_switch(loaded.model, bits, divisor, scope)
             after = translated(network)
             statistics = translation.bleu_statistics(after, references)
-            score, change = translation.bleu(statistics, seed), translation.bleu_change(full, statistics, seed)
-            rows.append(common | {
-                "bits": bits, "divisor": divisor, "scope": scope, "bleu": float(score.estimate), "bleu_low": score.low,
-                "bleu_high": score.high, "chrf": translation.chrf(after, references), "change": float(change.estimate),
-                "change_low": change.low, "change_high": change.high,
-                "sentences_changed_share": sum(a != b for a, b in zip(before, after)) / len(before),
-                "quantised_share": quantized_share(loaded.model, network),
-            })  # fmt: skip
-    return [{key: float(value) if isinstance(value, float) else value for key, value in row.items()} for row in rows]
+            rows.append(row(network, after, statistics, bits=bits, divisor=divisor, scope=scope))
+    return [
+        {key: value if isinstance(value, str | int) else float(value) for key, value in found.items()} for found in rows
+    ]
 
 
 def papers_rows(rows: pd.DataFrame) -> pd.DataFrame:
