@@ -63,6 +63,8 @@ train-zoo: $(STAMP) ## train the models of data/zoo again (needs a GPU; TOY=1: a
 	$(PY) -m specter_lab.models.zoo.tokenizer $(if $(TOY),--corpus $(TOY_DIR)/corpus --out $(TOY_DIR)/tokenizer)
 	$(PY) -m specter_lab.models.zoo.train $(if $(TOY),--toy --corpus $(TOY_DIR)/corpus --tokenizer $(TOY_DIR)/tokenizer \
 		--out $(TOY_DIR)/zoo)
+	$(PY) -m specter_lab.models.zoo.pairs $(if $(TOY),--out $(TOY_DIR)/translation)
+	$(PY) -m specter_lab.models.zoo.train_translation $(if $(TOY),--toy --pairs $(TOY_DIR)/translation --out $(TOY_DIR)/zoo)
 
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(PY) -m jupyter lab notebooks

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from textwrap import fill
 
-from specter_lab.errors import UserError
+from specter_lab.errors import NotTrained, UserError
 from specter_lab.experiments.registry import DEFAULT_MODELS, EXPERIMENTS, TIERS, find
 from specter_lab.files import disk_problem
 
@@ -135,14 +135,20 @@ def _reproduce(options: argparse.Namespace) -> None:
     from specter_lab.experiments.runner import reproduce
 
     how = {name: getattr(options, name) for name in ("tier", "seed", "fresh", "models", "runner")}
-    failed = []
+    failed, waiting = [], []
     for name in ids:
         try:
             reproduce(name, **how)
+        except NotTrained as error:
+            if len(ids) == 1:
+                raise
+            waiting.append(f"{name} ({error})")
         except UserError as error:
             if len(ids) == 1:
                 raise
             failed.append(f"{name} ({error})")
+    if waiting:
+        print(f"not run: {'; '.join(waiting)}")
     if failed:
         raise UserError(f"{len(failed)} of {len(ids)} experiments failed: {'; '.join(failed)}")
 

@@ -7,3 +7,7 @@ class UserError(Exception):
     The message is one sentence that names the thing at fault and the way out;
     the command line prints it without a stack trace and exits with status 2.
     """
+
+
+class NotTrained(UserError):
+    """A model of the project's own that has to be trained before it can be used."""

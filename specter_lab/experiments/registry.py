@@ -133,6 +133,36 @@ EXPERIMENTS = {
             "Specter", "TPOT, I/O hiding, losslessness", "specter_lab.experiments.specter.engine",
             {"gpu": 8}, aliases=("engine",),
         ),
+        Experiment(
+            "elephants-dequant", "integers to floating point by bit tricks, over all codes; model sizes",
+            "Elephants", "Algorithm 1", "specter_lab.experiments.elephants.dequant",
+            {"cpu": 1}, aliases=("dequant",),
+        ),
+        Experiment(
+            "elephants-table1", "grouped GEMM with int8 and int4 weights over FP16, by active experts",
+            "Elephants", "Table 1", "specter_lab.experiments.elephants.table1",
+            {"gpu": None}, aliases=("grouped-gemm",),
+        ),
+        Experiment(
+            "elephants-table2", "what int8 and int4 cost in BLEU, by divisor and by what is quantised",
+            "Elephants", "Table 2", "specter_lab.experiments.elephants.table2",
+            {"cpu": None}, aliases=("bleu",),
+        ),
+        Experiment(
+            "elephants-table3", "input tokens/s of a 5.3B translator: naive loop, grouped, int8, int4",
+            "Elephants", "Table 3", "specter_lab.experiments.elephants.table3",
+            {"gpu": None}, aliases=("translation-speed",),
+        ),
+        Experiment(
+            "elephants-batch-pruning", "finished sentences leave the experts: loads saved, and what it is worth",
+            "Elephants", "batch pruning", "specter_lab.experiments.elephants.batch_pruning",
+            {"cpu": None, "gpu": None}, aliases=("batch-pruning",),
+        ),
+        Experiment(
+            "elephants-table4", "cost per word: an audit of the arithmetic, open for your own price and speed",
+            "Elephants", "Table 4", "specter_lab.experiments.elephants.table4",
+            {"cpu": 1}, aliases=("cost",),
+        ),
     )
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -19,7 +20,7 @@ from transformers import (
 )  # fmt: skip
 from transformers.utils.logging import disable_progress_bar
 
-from specter_lab.errors import UserError
+from specter_lab.errors import NotTrained, UserError
 from specter_lab.files import sha256_of
 from specter_lab.models.adapters import Adapter, adapter_for
 from specter_lab.models.geometry import GEOMETRY
@@ -29,6 +30,7 @@ from specter_lab.paths import ZOO
 disable_progress_bar()  # one bar per loaded model would bury the experiment's own
 
 ZOO_MODELS = ("qwen-nano", "phi-nano", "deepseek-nano", "dense-nano")
+TRANSLATORS = ("switch-nano",)
 PROXIES = ("qwen-proxy", "phi-proxy", "deepseek-proxy")  # as deep as the originals; trained by the user, not shipped
 DECIDING_FILES = ("config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # beside the weights
 
@@ -59,12 +61,15 @@ def resolve(name: str) -> Path:
     Raises:
         UserError: nothing by that name can be found here.
     """
-    if name in ZOO_MODELS or name in PROXIES and (ZOO / name).is_dir():
+    if name in ZOO_MODELS or name in (*TRANSLATORS, *PROXIES) and (ZOO / name).is_dir():
         return unpacked(ZOO / name)
     if Path(name).is_dir():
         return unpacked(Path(name))
+    if name in TRANSLATORS:
+        raise NotTrained(f"{name} is not in data/zoo: on a CUDA GPU `.venv/bin/python -m specter_lab.models.zoo.train_translation` "
+                        f"trains it in five minutes")  # fmt: skip
     if name in PROXIES:
-        raise UserError(f"{name} is not in data/zoo: proxies are trained, not shipped; on a CUDA GPU `.venv/bin/python -m "
+        raise NotTrained(f"{name} is not in data/zoo: proxies are trained, not shipped; on a CUDA GPU `.venv/bin/python -m "
                         f"specter_lab.models.zoo.train {name}` makes it, or name models you have (MODELS=path/to/folder)")  # fmt: skip
     if "/" not in name or name.startswith((".", "/")):
         raise UserError(
@@ -179,6 +184,53 @@ def check_finite(model: PreTrainedModel, where: str) -> None:
                             f"{bad[0].tolist()}: the file is damaged, fetch it again")  # fmt: skip
 
 
+def _read_weights(auto_class: type, folder: Path, name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder, with nothing missing, unexpected or unused."""
+    try:
+        model, report = auto_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"cannot read the weights in {folder} ({error}): the file is damaged, fetch it again"
+        ) from error
+    except (RuntimeError, KeyError) as error:
+        raise UserError(f"the weights in {folder} have other shapes than its config.json says, or experts are missing: "
+                        f"fetch both again from one place") from error  # fmt: skip
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[kind]:
+            raise UserError(f"{name}: {len(report[kind])} {kind.replace('_', ' ')} in the checkpoint, e.g. "
+                            f"'{sorted(map(str, report[kind]))[0]}': its files do not belong to its config.json")  # fmt: skip
+    return model
+
+
+@dataclass(frozen=True)
+class LoadedTranslator:
+    """A Switch encoder-decoder ready to translate: evaluation mode, gradients off."""
+
+    name: str
+    path: Path
+    digest: str  # as of `LoadedModel`
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_translator(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LoadedTranslator:
+    """Load `switch-nano` or the folder of another Switch translator of the same recipe, strictly as `load` does.
+
+    Raises:
+        UserError: as `load`, or another class of model.
+    """
+    check_device(device)
+    folder = resolve(name)
+    config = read_config(folder)
+    if config.model_type != "switch_transformers":
+        raise UserError(f"{name} is a {config.model_type} model: a switch_transformers translator is needed, e.g. {TRANSLATORS[0]}")  # fmt: skip
+    digest = checkpoint_digest(folder)
+    model = _read_weights(AutoModelForSeq2SeqLM, folder, name, dtype)
+    check_finite(model, str(folder))
+    model.eval().requires_grad_(False).to(device)
+    return LoadedTranslator(shown_name(name), folder, digest, model, read_tokenizer(folder, config.vocab_size))
+
+
 def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LoadedModel:
     """Load a zoo model, a local checkpoint or a hub id, with nothing missing, unexpected or unused.
 
@@ -200,19 +252,7 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu") 
         raise UserError(f"{folder / 'config.json'} asks for {config.num_experts_per_tok} of "
                         f"{adapter.num_experts(config)} experts per token: this config is not of a real model")  # fmt: skip
     digest = checkpoint_digest(folder)
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"cannot read the weights in {folder} ({error}): the file is damaged, fetch it again"
-        ) from error
-    except (RuntimeError, KeyError) as error:
-        raise UserError(f"the weights in {folder} have other shapes than its config.json says, or experts are missing: "
-                        f"fetch both again from one place") from error  # fmt: skip
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[kind]:
-            raise UserError(f"{name}: {len(report[kind])} {kind.replace('_', ' ')} in the checkpoint, e.g. "
-                            f"'{sorted(map(str, report[kind]))[0]}': its files do not belong to its config.json")  # fmt: skip
+    model = _read_weights(AutoModelForCausalLM, folder, name, dtype)
     expected = next((g.parameters for g in GEOMETRY.values() if name in (g.name, g.hub_id)), None)
     actual = sum(p.numel() for p in model.parameters())
     if expected is not None and actual != expected:

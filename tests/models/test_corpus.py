@@ -72,7 +72,7 @@ def test_shipped_parts_share_no_text(one, other):
 def test_manifest_matches_the_files():
     lines = (DATA / "MANIFEST.sha256").read_text(encoding="utf-8").splitlines()
     listed = dict(reversed(line.split("  ")) for line in lines)
-    files = [path for part in ("prompts", "calibration", "heldout") for path in (DATA / part).glob("*")]
+    files = [path for part in shipped.PARTS for path in (DATA / part).glob("*")]
     assert set(listed) == {path.relative_to(DATA).as_posix() for path in files}
     for path in files:
         assert hashlib.sha256(path.read_bytes()).hexdigest() == listed[path.relative_to(DATA).as_posix()]
@@ -87,7 +87,7 @@ def test_sources_are_pinned_and_attributed():
         assert re.fullmatch(r"[0-9a-f]{64}", source.sha256), source.key
         assert source.registry in ("pypi", "npm") and source.kind in ("wheel", "sdist", "npm")
         assert source.size in ("toy", "full") and source.version in source.archive
-        assert source.licence and source.takes and set(source.domains) <= set(DOMAINS)
+        assert source.licence and source.takes and set(source.domains) <= {*DOMAINS, "translation"}
         assert source.name in notice, f"{source.name} is missing from NOTICE"
     assert set(extract.EXTRACTORS) <= {source.key for source in sources}
 

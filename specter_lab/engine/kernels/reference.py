@@ -73,6 +73,36 @@ def _mix(x: Tensor, indices: Tensor, weights: Tensor, experts: dict[int, tuple[T
     return out.to(x.dtype)
 
 
+def channel_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: Tensor, wo: Tensor) -> Tensor:
+    """Top-1 experts factor * wo(relu(wi x)), row by row; see `channel_gemm.expert_ffn`.
+
+    Args:
+        x: [T, H] any float type.
+        experts: [T]; a value outside 0 .. E-1 gives a row of zeros.
+        factors: [T].
+        wi: [E, H, F] effective weights, inputs by outputs.
+        wo: [E, F, H].
+
+    Returns:
+        [T, H] of the type of `x`.
+    """
+    out = torch.zeros_like(x)
+    for token, expert in enumerate(experts.tolist()):
+        if 0 <= expert < len(wi):
+            act = (x[token].float() @ wi[expert].float()).relu().to(x.dtype)
+            out[token] = (factors[token].float() * (act.float() @ wo[expert].float())).to(x.dtype)
+    return out
+
+
+def token_tiles(expert: Tensor, start: Tensor, count: Tensor, tile: int) -> list[tuple[int, int, int]]:
+    """(expert, start, count) of tiles of at most `tile` tokens, slot after slot; see `token_tiles.token_tiles`."""
+    return [
+        (e, s + first, min(tile, c - first))
+        for e, s, c in zip(expert.tolist(), start.tolist(), count.tolist())
+        for first in range(0, c, tile)
+    ]
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]; see `dense.linear`."""
     wide = weight.float()

@@ -16,6 +16,11 @@ def replay_us(calls: Sequence[Callable[[], object]], repeats: int = 30) -> float
 
     Together the calls must touch several times the L2, or the cache is what is measured.
     """
+    return statistics.median(replay_times_us(calls, repeats))
+
+
+def replay_times_us(calls: Sequence[Callable[[], object]], repeats: int = 30) -> list[float]:
+    """The same of every replay: microseconds of a call, the mean over the graph."""
     for call in calls:
         call()  # compiles
     torch.cuda.synchronize()
@@ -23,22 +28,27 @@ def replay_us(calls: Sequence[Callable[[], object]], repeats: int = 30) -> float
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return stream_us(graph.replay, repeats) / len(calls)
+    return [time_us / len(calls) for time_us in stream_times_us(graph.replay, repeats)]
 
 
 def stream_us(call: Callable[[], object], repeats: int = 30) -> float:
     """Median microseconds between the events before and after `call` on the current stream."""
+    return statistics.median(stream_times_us(call, repeats))
+
+
+def stream_times_us(call: Callable[[], object], repeats: int) -> list[float]:
+    """Microseconds of each repeat, after three to warm up."""
     for _ in range(3):
         call()
-    times_ms = []
+    times_us = []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         call()
         end.record()
         end.synchronize()
-        times_ms.append(begin.elapsed_time(end))
-    return 1e3 * statistics.median(times_ms)
+        times_us.append(1e3 * begin.elapsed_time(end))
+    return times_us
 
 
 def copy_gb_s() -> float:

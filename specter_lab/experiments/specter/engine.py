@@ -12,7 +12,7 @@ from math import nan
 import numpy as np
 import pandas as pd
 
-from specter_lab.errors import UserError
+from specter_lab.errors import NotTrained, UserError
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import routing
@@ -21,7 +21,7 @@ from specter_lab.experiments.specter.engine_machine import DRAFT_STEP
 from specter_lab.experiments.specter.engine_runs import ALL_SETS, ONLINE, SHARED, exact_rows, system_rows
 from specter_lab.experiments.specter.engine_tables import CLOSE, limits, medians
 from specter_lab.experiments.specter.peers import peer_rows
-from specter_lab.models.load import PROXIES, resolve
+from specter_lab.models.load import resolve
 
 __all__ = ["claims", "inputs", "plot", "run"]
 
@@ -75,9 +75,7 @@ def _present(context: Context) -> list[str]:
         try:
             resolve(model)
             found.append(model)
-        except UserError as error:
-            if model not in PROXIES:
-                raise
+        except NotTrained as error:
             missing = error
     if not found:
         raise missing

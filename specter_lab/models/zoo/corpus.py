@@ -51,7 +51,8 @@ def build(options: BuildOptions) -> dict:
     """Fetch, extract, split, check and write; return what corpus.json says."""
     if options.ship and options.size != "full":
         raise UserError("the shipped files need every source; use --ship with --size full")
-    wanted = [source for source in load_sources() if options.size == "full" or source.size == "toy"]
+    sources = [source for source in load_sources() if {*source.domains} & MIXTURE.keys()]
+    wanted = [source for source in sources if options.size == "full" or source.size == "toy"]
     archive_dir = options.out.parent / "archives"
     archives = {source.key: fetch(source, archive_dir) for source in tqdm(wanted, desc="archives")}
     documents = extract_all(wanted, archives, options.seed)

@@ -16,6 +16,7 @@ from specter_lab.models.zoo.split import prompt_units
 from specter_lab.models.zoo.text import Document, chunks, normalise, order_key
 from specter_lab.paths import DATA
 
+PARTS = ("prompts", "calibration", "heldout", "translation")
 PROMPT_DOMAINS = ("mathematics", "prose", "code", "instructions", "dialogue")
 REQUESTS_PER_DOMAIN = 200
 SHORT_CHARS = 250  # a text below this is lengthened by its own answer or follow-up
@@ -197,8 +198,8 @@ def record(document: Document) -> dict[str, str]:
 
 
 def write_manifest() -> None:
-    """Write data/MANIFEST.sha256 over prompts, calibration and held-out text."""
-    files = sorted(path for part in ("prompts", "calibration", "heldout") for path in (DATA / part).glob("*.jsonl"))
+    """Write data/MANIFEST.sha256 over everything that ships but the models."""
+    files = sorted(path for part in PARTS for path in (DATA / part).glob("*.jsonl"))
     lines = [f"{sha256_of(path)}  {path.relative_to(DATA).as_posix()}\n" for path in files]
     (DATA / "MANIFEST.sha256").write_text("".join(lines), encoding="utf-8")
 

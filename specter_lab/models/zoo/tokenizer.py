@@ -34,13 +34,15 @@ def sample_texts(corpus_dir: Path, bytes_per_domain: int = SAMPLE_BYTES_PER_DOMA
             yield row["text"]
 
 
-def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
-    """Learn the merges and wrap the result for Hugging Face."""
+def train_tokenizer(
+    texts: Iterator[str], vocab_size: int = VOCAB_SIZE, special_tokens: tuple[str, ...] = SPECIAL_TOKENS
+) -> PreTrainedTokenizerFast:
+    """Learn the merges and wrap the result for Hugging Face; special tokens take the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=list(SPECIAL_TOKENS),
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(special_tokens),
                                   initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(

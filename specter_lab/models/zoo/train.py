@@ -97,11 +97,13 @@ def train_one(name: str, settings: recipe.Recipe, corpus: Path, tokenizer_dir: P
         expert_load_share=[[round(v, 3) for v in layer] for layer in shares.tolist()],
         loss_curve=[{k: round(v, 4) for k, v in point.items()} for point in curve],
     )  # fmt: skip
-    write_folder(model, tokenizer_dir, record, out / name)
+    write_folder(model, tokenizer_dir, record, card.render(record), out / name)
     print(f"{name}: held-out {losses}, expert load {shares.min():.2f} to {shares.max():.2f} of fair", flush=True)
 
 
-def write_folder(model: transformers.PreTrainedModel, tokenizer_dir: Path, record: dict, folder: Path) -> None:
+def write_folder(
+    model: transformers.PreTrainedModel, tokenizer_dir: Path, record: dict, readme: str, folder: Path
+) -> None:
     """A complete Hugging Face folder, put in place at once."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -110,7 +112,7 @@ def write_folder(model: transformers.PreTrainedModel, tokenizer_dir: Path, recor
     for file in tokenizer_dir.glob("*.json"):
         shutil.copy(file, partial)
     (partial / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    (partial / "README.md").write_text(card.render(record))
+    (partial / "README.md").write_text(readme)
     hashes = {f.name: sha256_of(f) for f in sorted(partial.iterdir()) if f.suffix in (".safetensors", ".json")}
     (partial / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n")
     if folder.parent == ZOO and folder.name in ZOO_MODELS:

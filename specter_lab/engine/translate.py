@@ -1,0 +1,237 @@
+"""Translating a batch: the encoder once, then cached decoder steps, greedy or by beam search, with batch pruning.
+
+Batch pruning (Elephants): a finished sentence stays in its row, but its tokens get an expert id past the last: they sort
+to the end, no expert computes them, and experts that only they would use are not read. Rows do not see each other, so
+translations are the same with and without, as far as a product's rows do not depend on how many there are: the kernels'
+do not, a BLAS may differ in the last bit.
+
+All state lies in buffers of fixed size and a step reads nothing on the host, so on a GPU a step is one CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specter_lab.engine.graphs import captured
+from specter_lab.engine.switch_model import SwitchModel, encode, feed_forward, heads_of, mix, position_bias, rms_norm
+
+_NEVER = -1e9  # score of what must not be chosen
+_CHECK_EVERY = 4  # steps between questions to a GPU whether all sentences are finished
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to translate."""
+
+    beam: int = 1
+    max_tokens: int = 64  # of a translation, with its </s>
+    prune: bool = True
+    graph: bool = True  # capture the step on a GPU; experts that ask the host (`LoopExperts`) cannot be captured
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a batch became."""
+
+    tokens: Tensor  # [B, max_tokens] ids after the start token, padded after </s>
+    scores: Tensor  # [B] log probability over length (beam search), or its sum (greedy)
+    steps: int
+    experts: Tensor  # [steps, sparse decoder layers, B beam] expert used; num_experts: none
+
+
+class Session:
+    """Translates batches of one shape: B sentences of S source tokens. Buffers and graphs are made once.
+
+    Args:
+        forced: for random weights, which never end by themselves and say the same in every row, so that one expert
+            would serve all: rows read `given` tokens whatever they choose, sentences end at the lengths given.
+    """
+
+    def __init__(
+        self, model: SwitchModel, batch: int, source_tokens: int, options: Options = Options(), *, forced: bool = False
+    ) -> None:
+        self.model, self.options, self.forced = model, options, forced
+        with torch.inference_mode():
+            self._allocate(batch, source_tokens)
+        self._on_gpu = model.device.type == "cuda"
+        self._begin: Callable[[], object] = self.begin
+        self._step: Callable[[], object] = self.step
+        if self._on_gpu and options.graph:
+            with torch.inference_mode():
+                self._begin, self._step = captured(self.begin, ()), captured(self.step, ())
+
+    def _allocate(self, batch: int, source_tokens: int) -> None:
+        model, beam, steps = self.model, self.options.beam, self.options.max_tokens
+        device, dtype, rows = model.device, model.embedding.dtype, batch * beam
+        dim = model.decoder[0].attention.q.shape[0] // model.heads
+
+        def cache(*shape: int) -> list[tuple[Tensor, Tensor]]:
+            return [tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv") for _ in model.decoder]
+
+        self.sources = torch.full((batch, source_tokens), model.pad, device=device)
+        self.lengths = torch.full((batch,), steps, device=device)  # tokens after which a sentence is finished
+        self.self_kv = cache(batch, model.heads, beam, steps, dim)
+        self.cross_kv = cache(batch, model.heads, source_tokens, dim)
+        self.owner = torch.zeros(batch, beam, steps, dtype=torch.long, device=device)  # whose cache holds a beam's past
+        self.cross_mask = torch.zeros(batch, 1, 1, source_tokens, dtype=dtype, device=device)
+        later = torch.ones(steps, steps, dtype=torch.bool, device=device).triu(1)
+        bias = position_bias(model, model.decoder_bias, steps, steps, causal=True)
+        self.bias = bias.masked_fill(later, torch.finfo(dtype).min)  # [heads, steps, steps]
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        self.last = torch.full((rows,), model.pad, device=device)  # the token each row reads next
+        self.tokens = torch.full((batch, beam, steps), model.pad, device=device)
+        draw = torch.Generator(device).manual_seed(0)
+        self.given = torch.randint(model.end + 1, len(model.embedding), (rows, steps), device=device, generator=draw)
+        self.scores = torch.zeros(batch, beam, device=device)
+        self.done_tokens, self.done_scores = self.tokens.clone(), self.scores.clone()
+        self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.experts = torch.full((steps, model.sparse_decoder_layers, rows), model.num_experts, device=device)
+
+    def begin(self) -> None:
+        """Encode `sources` and forget the batch before."""
+        states, mask = encode(self.model, self.sources)
+        self.cross_mask.copy_(mask)
+        for layer, pair in zip(self.model.decoder, self.cross_kv):
+            for cache, weight in zip(pair, (layer.cross.k, layer.cross.v)):
+                cache.copy_(heads_of(F.linear(states, weight), self.model.heads))
+        for buffer, value in (
+            (self.position, 0), (self.last, self.model.pad), (self.tokens, self.model.pad), (self.scores, 0.0),
+            (self.done_tokens, self.model.pad), (self.done_scores, _NEVER), (self.finished, False),
+            (self.experts, self.model.num_experts), (self.owner, 0),
+        ):  # fmt: skip
+            buffer.fill_(value)
+        self.scores[:, 1:].fill_(_NEVER)  # all beams start alike: one of them counts
+
+    def step(self) -> None:
+        """One token of every row."""
+        logits = _decoder_step(self)
+        if self.options.beam == 1:
+            _greedy(self, logits)
+        else:
+            _beam(self, logits)
+        if self.forced:
+            self.last.copy_(self.given.index_select(1, self.position)[:, 0])
+            self.finished.logical_or_(self.position + 1 >= self.lengths)
+        self.position.add_(1)
+
+    @torch.inference_mode()
+    def __call__(self, sources: Tensor, lengths: Tensor | None = None) -> Translation:
+        """Translate sources [B, S], padded on the right; `lengths` [B] where they are forced."""
+        self.sources.copy_(sources)
+        if lengths is not None:
+            self.lengths.copy_(lengths)
+        self._begin()
+        steps = 0
+        while steps < self.options.max_tokens:
+            self._step()
+            steps += 1
+            if steps % (_CHECK_EVERY if self._on_gpu else 1) == 0 and bool(self.finished.all()):
+                break
+        tokens, scores = self.tokens, self.scores
+        if self.options.beam > 1:
+            _keep_unfinished(self)
+            tokens, scores = self.done_tokens, self.done_scores
+        return Translation(tokens[:, 0].clone(), scores[:, 0].clone(), steps, self.experts[:steps].clone())
+
+
+def translate(model: SwitchModel, sources: Tensor, options: Options = Options()) -> Translation:
+    """Translate one batch of sources [B, S], padded on the right."""
+    return Session(model, *sources.shape, options)(sources)
+
+
+def _decoder_step(state: Session) -> Tensor:
+    """Logits [B beam, V] after each row's last token."""
+    model, beam = state.model, state.options.beam
+    x = F.embedding(state.last, model.embedding)  # [R, H]
+    finished = state.finished[:, None].expand(-1, beam).flatten() if state.options.prune else None
+    bias = _past(state)
+    sparse = 0
+    for layer, (keys, values), (cross_keys, cross_values) in zip(model.decoder, state.self_kv, state.cross_kv):
+        part = layer.attention
+        hidden = rms_norm(x, part.norm, model.eps).unflatten(0, (-1, beam))  # [B, beam, H]
+        q, k, v = (heads_of(F.linear(hidden, weight), model.heads) for weight in (part.q, part.k, part.v))
+        keys.index_copy_(3, state.position, k[..., None, :])
+        values.index_copy_(3, state.position, v[..., None, :])
+        x = x + F.linear(mix(q, keys.flatten(2, 3), values.flatten(2, 3), bias), part.o).flatten(0, 1)
+        part = layer.cross
+        hidden = rms_norm(x, part.norm, model.eps).unflatten(0, (-1, beam))  # a sentence's beams share its states
+        q = heads_of(F.linear(hidden, part.q), model.heads)  # [B, heads, beam, D]
+        x = x + F.linear(mix(q, cross_keys, cross_values, state.cross_mask), part.o).flatten(0, 1)
+        x, used = feed_forward(model, layer.feed_forward, x, finished)
+        if used is not None:
+            state.experts[:, sparse].index_copy_(0, state.position, used[None])
+            sparse += 1
+    hidden = rms_norm(x, model.decoder_norm, model.eps) * x.shape[-1] ** -0.5
+    return F.linear(hidden, model.embedding)
+
+
+def _past(state: Session) -> Tensor:
+    """Bias and mask of self-attention: over a row's own past, or over all beams' caches of its sentence.
+
+    A beam that goes on from another one reads that one's cache, so no cache is ever copied: `owner` [B, beam, steps] says
+    which beam wrote each token of a beam's past. Returns [heads, 1, steps], or [B, heads, beam, beam steps].
+    """
+    bias = state.bias.index_select(1, state.position)  # [heads, 1, steps]
+    beam = state.options.beam
+    if beam == 1:
+        return bias
+    slots = torch.arange(beam, device=bias.device)
+    state.owner.index_copy_(2, state.position, slots.expand(len(state.owner), -1)[..., None])
+    mine = state.owner[:, :, None, :] == slots[:, None]  # [B, beam, beam, steps]: of whom, at which step
+    mask = torch.zeros_like(mine, dtype=bias.dtype).masked_fill(~mine, torch.finfo(bias.dtype).min)
+    return (bias[:, :, None, :] + mask[:, None]).flatten(-2)
+
+
+def _greedy(state: Session, logits: Tensor) -> None:
+    model = state.model
+    best, token = logits.float().log_softmax(-1).max(-1)  # [B]
+    token = token.masked_fill(state.finished, model.pad)
+    state.scores[:, 0] += best.masked_fill(state.finished, 0.0)
+    state.tokens[:, 0].index_copy_(1, state.position, token[:, None])
+    state.last.copy_(token)
+    if not state.forced:
+        state.finished.logical_or_(token == model.end)
+
+
+def _beam(state: Session, logits: Tensor) -> None:
+    """One step of beam search with length-normalised scores; ends as transformers' does (early_stopping=False)."""
+    model, (batch, beam), steps = state.model, state.scores.shape, state.options.max_tokens
+    vocab = logits.shape[-1]
+    totals = logits.float().log_softmax(-1).view(batch, beam, vocab) + state.scores[..., None]
+    top, where = totals.flatten(1).topk(2 * beam)  # [B, 2 beam]: enough for `beam` that go on
+    source, token = where // vocab, where % vocab
+    paths = state.tokens.gather(1, source[..., None].expand(-1, -1, steps))  # [B, 2 beam, steps]
+    paths.index_copy_(2, state.position, token[..., None])
+    ended = token == model.end
+    length = (state.position + 1).float()
+    counted = ended & (torch.arange(2 * beam, device=top.device) < beam) & ~state.finished[:, None]
+    _merge_done(state, paths, torch.where(counted, top / length, _NEVER))
+    scores, kept = torch.where(ended, _NEVER, top).topk(beam)  # [B, beam]
+    running = ~state.finished[:, None]
+    rows = torch.where(running, source.gather(1, kept), torch.arange(beam, device=top.device))
+    state.tokens.copy_(paths.gather(1, kept[..., None].expand(-1, -1, steps)))
+    state.scores.copy_(scores)
+    state.last.copy_(torch.where(running, token.gather(1, kept), model.pad).flatten())
+    state.owner.copy_(state.owner.gather(1, rows[..., None].expand(-1, -1, steps)))
+    worst = state.done_scores.min(1).values
+    state.finished.logical_or_((worst > _NEVER / 2) & (worst >= scores[:, 0] / length))
+
+
+def _merge_done(state: Session, paths: Tensor, scores: Tensor) -> None:
+    """Keep the best finished hypotheses among those known and `paths` [B, n, steps]."""
+    beam = state.done_scores.shape[1]
+    best, index = torch.cat((state.done_scores, scores), 1).topk(beam)
+    every = torch.cat((state.done_tokens, paths), 1)
+    state.done_tokens.copy_(every.gather(1, index[..., None].expand(-1, -1, every.shape[2])))
+    state.done_scores.copy_(best)
+
+
+def _keep_unfinished(state: Session) -> None:
+    """At the limit of tokens, hypotheses that have not ended count as they are."""
+    scores = state.scores / state.position.float()
+    _merge_done(state, state.tokens, scores.masked_fill(state.finished[:, None], _NEVER))

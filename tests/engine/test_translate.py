@@ -1,0 +1,115 @@
+"""The lean translator against transformers' own generate, with and without pruning, with all ways to compute experts."""
+
+import pytest
+import torch
+from transformers import SwitchTransformersForConditionalGeneration
+
+from specter_lab.engine.switch_experts import LoopExperts, SortedExperts, channel_experts
+from specter_lab.engine.switch_model import encode, random_switch, read_switch
+from specter_lab.engine.translate import Options, Session, translate
+from specter_lab.models.switch import SwitchGeometry
+from specter_lab.models.zoo.translation import config
+
+TINY = config(d_model=32, d_ff=48, heads=2, head_dim=16, encoder_layers=4, decoder_layers=2, dropout=0.0, experts=6)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    made = SwitchTransformersForConditionalGeneration(TINY).eval()
+    for name, weight in made.named_parameters():  # sharp, and not dominated by the token read last
+        if "classifier" in name:
+            torch.nn.init.normal_(weight, std=1.0)
+        if name.endswith(("o.weight", "wo.weight")):
+            weight.data *= 5
+        if name.endswith("q.weight"):
+            weight.data *= 3
+    made.shared.weight.data[2] *= 6  # </s> now and then
+    return made
+
+
+@pytest.fixture(scope="module")
+def sources():
+    ids = torch.randint(5, 2000, (24, 9), generator=torch.Generator().manual_seed(4))
+    ids[3, 5:], ids[7, 3:] = 0, 0
+    return ids
+
+
+def theirs(model, sources, beam, max_tokens):
+    out = model.generate(input_ids=sources, attention_mask=(sources != 0).long(), num_beams=beam, do_sample=False,
+                         max_new_tokens=max_tokens, early_stopping=False, length_penalty=1.0)[:, 1:]  # fmt: skip
+    out = torch.nn.functional.pad(out, (0, max_tokens - out.shape[1]))
+    after_end = ((out == 2).cumsum(1) - (out == 2).int()) > 0  # the class repeats </s> there, since its pad id is 0
+    return out.masked_fill(after_end, 0)
+
+
+def test_encoder_states_are_the_classes(model, sources):
+    expected = model.encoder(input_ids=sources, attention_mask=(sources != 0).long()).last_hidden_state
+    found, mask = encode(read_switch(model), sources)
+    kept = sources != 0
+    torch.testing.assert_close(found[kept], expected[kept], atol=2e-5, rtol=2e-5)
+    assert ((mask[:, 0, 0] == 0) == kept).all()
+
+
+@pytest.mark.parametrize("beam", [1, 2, 3])
+def test_translations_are_the_classes(model, sources, beam):
+    found = translate(read_switch(model), sources, Options(beam=beam, max_tokens=20))
+    assert torch.equal(found.tokens, theirs(model, sources, beam, 20))
+    ends = (found.tokens == 2).any(1)
+    assert 0 < ends.sum() < len(sources)  # some end, some are cut
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+@pytest.mark.parametrize("make", [SortedExperts, LoopExperts])
+def test_pruning_changes_no_token_and_saves_experts(model, sources, beam, make):
+    plain, pruned = (translate(read_switch(model, make), sources, Options(beam, 20, prune)) for prune in (False, True))
+    assert torch.equal(plain.tokens, pruned.tokens)
+    torch.testing.assert_close(plain.scores, pruned.scores)  # an expert with fewer rows: BLAS may sum in another order
+    assert (pruned.experts == 6).any() and not (plain.experts == 6).any()
+    same = pruned.experts == plain.experts
+    assert same[pruned.experts < 6].all()
+
+
+def test_given_lengths_end_sentences(model, sources):
+    lengths = torch.arange(len(sources)) % 7 + 1
+    found = Session(read_switch(model), *sources.shape, Options(max_tokens=12), forced=True)(sources, lengths)
+    assert found.steps == 7
+    used = (found.experts[:, 0] < 6).sum(0)
+    assert torch.equal(used, lengths)
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_a_session_forgets_the_batch_before(model, sources, beam):
+    made, options = read_switch(model), Options(beam, 20)
+    session = Session(made, *sources.shape, options)
+    session(sources.flip(0))
+    again, alone = session(sources), translate(made, sources, options)
+    assert (
+        torch.equal(again.tokens, alone.tokens)
+        and torch.equal(again.scores, alone.scores)
+        and torch.equal(again.experts, alone.experts)
+    )
+
+
+def test_a_random_model_has_its_geometry():
+    geometry = SwitchGeometry(hidden=128, ffn=256, encoder_layers=4, decoder_layers=2, experts=4, vocab=500)
+    made = random_switch(geometry, SortedExperts, dtype=torch.float32, device="cpu")
+    experts = [layer.feed_forward.experts for layer in (*made.encoder, *made.decoder) if layer.feed_forward.experts]
+    assert len(experts) == geometry.moe_layers and made.num_experts == 4
+    assert sum(e.wi.numel() + e.wo.numel() for e in experts) == geometry.expert_parameters
+    session = Session(made, 2, 5, Options(max_tokens=4), forced=True)
+    found = session(torch.randint(3, 500, (2, 5)), torch.tensor([2, 4]))
+    assert found.tokens.shape == (2, 4) and found.steps == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["16 bit", "int8 native", "int8 I2F", "int4 I2F"])
+@pytest.mark.parametrize("beam", [1, 2])
+def test_on_a_gpu_a_captured_step_is_the_step(kind, beam):
+    geometry = SwitchGeometry(hidden=128, ffn=256, encoder_layers=4, decoder_layers=2, experts=8, vocab=500)
+    made = random_switch(geometry, lambda wi, wo: channel_experts(wi, wo, kind), dtype=torch.bfloat16, device="cuda")
+    sources = torch.randint(3, 500, (12, 7), device="cuda")
+    eager, graph = (
+        Session(made, 12, 7, Options(beam, 16, graph=graph), forced=True)(sources) for graph in (False, True)
+    )
+    assert torch.equal(eager.tokens, graph.tokens) and torch.equal(eager.experts, graph.experts)
