@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from specter_lab.errors import UserError
 from specter_lab.files import sha256_of
 from specter_lab.models.adapters import adapter_for
-from specter_lab.models.load import ZOO_MODELS
+from specter_lab.models.load import TRANSLATORS, ZOO_MODELS
 from specter_lab.models.packed import MANIFEST, pack
 from specter_lab.models.zoo import card, recipe
 from specter_lab.models.zoo.corpus import read_documents, read_summary
@@ -115,7 +115,7 @@ def write_folder(
     (partial / "README.md").write_text(readme)
     hashes = {f.name: sha256_of(f) for f in sorted(partial.iterdir()) if f.suffix in (".safetensors", ".json")}
     (partial / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n")
-    if folder.parent == ZOO and folder.name in ZOO_MODELS:
+    if folder.parent == ZOO and folder.name in (*ZOO_MODELS, *TRANSLATORS):
         pack(partial)  # these ship
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
