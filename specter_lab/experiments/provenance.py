@@ -25,7 +25,7 @@ from specter_lab.models.load import shown_name
 
 PACKAGES = (
     "torch", "transformers", "safetensors", "tokenizers", "numpy", "pandas", "pyarrow", "gptqmodel", "defuser", "gguf",
-    "libggml-python", "datasets",
+    "libggml-python", "datasets", "lz4", "zstandard",
 )  # fmt: skip
 MEASURING_PACKAGES = ("models", "compress", "measure", "plan", "engine")
 
