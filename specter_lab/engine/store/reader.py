@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class PagedMemory:
-    """One slab of page-aligned memory, handed out in pieces: [n] uint8 arrays."""
+    """One slab of page-aligned memory, all of it there from the start, handed out in pieces: [n] uint8 arrays."""
 
     def __init__(self, num_bytes: int) -> None:
         try:
@@ -32,7 +32,10 @@ class PagedMemory:
             raise UserError(
                 f"{num_bytes / 1e9:.2f} GB of memory were asked for and refused: give a smaller budget"
             ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._slab.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._slab, np.uint8)
+        self._bytes.fill(0)  # page faults happen here, not in the first reads
         self._used = 0
 
     def take(self, num_bytes: int) -> np.ndarray:
@@ -97,8 +100,8 @@ class Mapping:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        self.bytes = np.frombuffer(self._map, np.uint8)  # not writable
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # PyTorch wants it writable
+        self.bytes = np.frombuffer(self._map, np.uint8)
         self._base = self.bytes.ctypes.data
 
     def resident(self, offset: int, num_bytes: int) -> bool:

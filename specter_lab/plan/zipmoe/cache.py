@@ -10,7 +10,7 @@ classical rules an expert enters the best pool, and what a pool evicts moves on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,52 +63,54 @@ class PoolCache:
     def members(self, state: State) -> list[int]:
         return list(self._members[state])
 
-    def use(self, experts: Iterable[int], *, admit: bool = True) -> list[Move]:
-        """One layer call has used these distinct experts, all of which are whole in memory now; what moves, in order.
+    def use(self, experts: Iterable[int]) -> list[Move]:
+        """One layer call has used these distinct experts, all of which are whole in memory now; what moves, in order."""
+        used = list(experts)
+        ranks = self.tracker.ranks()
+        self.observe(used)
+        return [move for expert in sorted(used, key=lambda e: ranks[e]) for move in self.admit(expert)]
 
-        A move frees the place of what it leaves before the next one takes it. With `admit` off nothing enters.
-        """
+    def observe(self, experts: Iterable[int]) -> None:
+        """A layer call needs these distinct experts."""
         used = np.fromiter(experts, np.int64)
         self._clock += 1
-        ranks = self.tracker.ranks()
         self.tracker.observe(used)
         self._last_use[used] = self._clock
         self._uses[used] += 1
-        moves: list[Move] = []
         for expert in used.tolist():
             self._mark(expert)
-        if not admit:
-            return moves
-        for expert in sorted(used.tolist(), key=lambda e: ranks[e]):
-            self._admit(expert, moves)
-        return moves
 
-    def _admit(self, expert: int, moves: list[Move]) -> None:
-        before = self.state(expert)
-        keys = self._keys()
+    def admit(self, expert: int, pinned: Container[int] = ()) -> list[Move]:
+        """An expert is whole in memory; what moves because of it, in order.
+
+        A move frees the place of what it leaves before the next one takes it. `pinned` experts stay as they are.
+        """
+        moves: list[Move] = []
+        before, keys = self.state(expert), self._keys()
         for target in KEPT:
             if self._room[target] == 0:
                 continue
             if target is before or before in KEPT[: KEPT.index(target)]:
-                return  # it stays, rather than take a worse form
+                break  # it stays, rather than take a worse form
             members = self._members[target]
             if len(members) < self._room[target]:
                 self._put(expert, target, moves)
-                return
-            victim = min(members, key=lambda m: keys[m])
-            if self.rule != "rank" or keys[victim] < keys[expert]:
-                self._evict(victim, target, keys, moves)
+                break
+            victim = min((m for m in members if m not in pinned), key=lambda m: keys[m], default=None)
+            if victim is not None and (self.rule != "rank" or keys[victim] < keys[expert]):
+                self._evict(victim, target, keys, pinned, moves)
                 self._put(expert, target, moves)
-                return
+                break
+        return moves
 
-    def _evict(self, victim: int, state: State, keys: np.ndarray, moves: list[Move]) -> None:
+    def _evict(self, victim: int, state: State, keys: np.ndarray, pinned: Container[int], moves: list[Move]) -> None:
         """Out of its pool, into the next one that it can become part of and that has room or something worse."""
         for target in CAN_BECOME[state]:
             members = self._members[target]
             if self._room[target] == 0:
                 continue
             if len(members) >= self._room[target]:
-                worst = min(members, key=lambda m: keys[m])
+                worst = min((m for m in members if m not in pinned), key=lambda m: keys[m], default=victim)
                 if keys[worst] >= keys[victim]:
                     continue
                 self._put(worst, State.M, moves)

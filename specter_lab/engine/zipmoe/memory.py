@@ -1,0 +1,99 @@
+"""The runtime's memory: one slab for pools and staging, cut into buffers of three sizes that change hands without copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specter_lab.compress.bitfield import shard_bounds
+from specter_lab.engine.store.layout import Index, padded
+from specter_lab.engine.store.reader import PagedMemory
+from specter_lab.engine.zipmoe.settings import RAW_COPY, Settings
+from specter_lab.errors import UserError
+from specter_lab.plan.zipmoe.pools import Pools, Sizes
+
+Buffer = np.ndarray  # [bytes] uint8, from a page boundary on
+
+
+def sizes_of(index: Index) -> Sizes:
+    """Buffer bytes of every form of an expert, whole pages."""
+    return Sizes(padded(index.expert_bytes), padded(index.num_weights), index.max_exponent_bytes)
+
+
+def staging_bytes(index: Index, settings: Settings) -> int:
+    """What experts being put together take beside the pools: buffers, and what the workers' codecs put out."""
+    sizes = sizes_of(index)
+    if settings.form == RAW_COPY:
+        return settings.in_flight * sizes.full
+    parts = (settings.in_flight + settings.prefetch) * (sizes.sign_mantissa + sizes.exponents)
+    longest = max(last - first for first, last in shard_bounds(index.num_weights, index.num_shards))
+    return settings.in_flight * sizes.full + parts + settings.workers * longest
+
+
+def layer_budget(index: Index, settings: Settings, budget_bytes: int) -> int:
+    """What is left for the pools of one layer.
+
+    Raises:
+        UserError: not even the staging fits.
+    """
+    staging = staging_bytes(index, settings)
+    if staging > budget_bytes:
+        raise UserError(f"a budget of {budget_bytes / 1e6:.1f} MB is less than the {staging / 1e6:.1f} MB that "
+                        f"{settings.in_flight} experts in flight take: give more memory")  # fmt: skip
+    return (budget_bytes - staging) // len(index.layers)
+
+
+@dataclass
+class Held:
+    """The buffers that one expert occupies."""
+
+    full: Buffer | None = None
+    sign_mantissa: Buffer | None = None
+    exponents: Buffer | None = None
+
+    def parts(self) -> list[str]:
+        return [name for name in PARTS if getattr(self, name) is not None]
+
+
+PARTS = ("full", "sign_mantissa", "exponents")
+
+
+@dataclass
+class Memory:
+    """All buffers that are not held by an expert."""
+
+    num_bytes: int  # of the slab
+    free: dict[str, list[Buffer]] = field(default_factory=dict)
+
+    def take(self, part: str) -> Buffer:
+        """A free buffer. Raises RuntimeError when there is none: the counts of `allocate` were wrong."""
+        if not self.free[part]:
+            raise RuntimeError(f"no free {part} buffer: pools and staging hold more than was planned")
+        return self.free[part].pop()
+
+    def give(self, held: Held, part: str) -> None:
+        """Free one part of an expert, if it has it."""
+        buffer = getattr(held, part)
+        if buffer is not None:
+            self.free[part].append(buffer)
+            setattr(held, part, None)
+
+    def give_all(self, held: Held) -> None:
+        for part in PARTS:
+            self.give(held, part)
+
+
+def allocate(index: Index, settings: Settings, pools: Pools) -> Memory:
+    """The slab for the pools of all layers and the staging, cut up."""
+    sizes, layers = sizes_of(index), len(index.layers)
+    staged = 0 if settings.form == RAW_COPY else settings.in_flight + settings.prefetch
+    counts = {
+        "full": (layers * pools.full + settings.in_flight, sizes.full),
+        "sign_mantissa": (layers * (pools.compressed + pools.sign_mantissa) + staged, sizes.sign_mantissa),
+        "exponents": (layers * (pools.compressed + pools.exponents) + staged, sizes.exponents),
+    }
+    total = sum(count * size for count, size in counts.values())
+    slab = PagedMemory(total)
+    free = {part: [slab.take(size) for _ in range(count)] for part, (count, size) in counts.items()}
+    return Memory(total, free)
