@@ -155,9 +155,7 @@ def generate(
     cache, seconds, chosen, inputs = DynamicCache(config=model.config), [], [], ids
     for _ in range(new_tokens):
         start = perf_counter()
-        logits = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
-            :, -1
-        ]  # [B, V]
+        logits = model(input_ids=inputs, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]  # [B, V]
         inputs = logits.argmax(dim=-1, keepdim=True)
         seconds.append(perf_counter() - start)
         chosen.append(inputs)

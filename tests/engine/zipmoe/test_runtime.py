@@ -110,12 +110,9 @@ def test_in_place_only_where_the_page_cache_has_the_expert(stores):
     store = stores / "qwen-nano"
     warm_pages(store / "raw.bin")
     with open_store(store, budget_of(store, 0.25)) as served:
+        served.runtime.reset()
         logits_of(served.model, prompt())
-        assert (
-            served.runtime.report.uses["in place"]
-            > 0
-            == served.runtime.reader.read_bytes - sum([served.runtime.reader.read_bytes])
-        )
+        assert served.runtime.report.uses["in place"] > 0 == served.runtime.reader.read_bytes
 
 
 def test_too_small_a_budget_is_refused_in_bytes(stores):
@@ -151,11 +148,7 @@ def test_a_failing_read_names_the_expert_and_ends_the_threads(stores):
 def test_a_time_out_dumps_what_is_missing(stores, monkeypatch):
     store = stores / "qwen-nano"
     with open_store(store, budget_of(store, 0.25), settings=replace(PLAIN, timeout_s=0.2), check=False) as served:
-        monkeypatch.setattr(served.runtime._fetcher.ready, "put", lambda fetch: None, raising=False)
-        served.runtime._fetcher.ready = type(served.runtime._fetcher.ready)()  # what the threads put never comes here
-        original = served.runtime._fetcher._read_sign_mantissa
         monkeypatch.setattr(served.runtime._fetcher, "_read_sign_mantissa", lambda fetch: None)
-        assert original
         with pytest.raises(RuntimeError, match="no expert arrived(.|\n)*shards left(.|\n)*zipmoe-worker-0: alive"):
             logits_of(served.model, prompt())
 
