@@ -133,6 +133,26 @@ EXPERIMENTS = {
             "Specter", "TPOT, I/O hiding, losslessness", "specter_lab.experiments.specter.engine",
             {"gpu": None}, aliases=("engine",),
         ),
+        Experiment(
+            "zipmoe-entropy", "entropy of the bit fields and size by codec, trained weights beside two controls",
+            "ZipMoE", "entropy and size", "specter_lab.experiments.zipmoe.entropy",
+            {"cpu": 1},
+        ),
+        Experiment(
+            "zipmoe-decompression", "decompression and recovery against threads, beside the disk's bandwidth and zipnn",
+            "ZipMoE", "decompression", "specter_lab.experiments.zipmoe.decompression",
+            {"cpu": 1}, aliases=("decompression",),
+        ),
+        Experiment(
+            "zipmoe-scheduler", "makespan of the blocks against bound, optimum and simple orders, simulated",
+            "ZipMoE", "scheduler", "specter_lab.experiments.zipmoe.scheduler",
+            {"cpu": 1}, aliases=("scheduler",),
+        ),
+        Experiment(
+            "zipmoe-cache-planner", "the planner's law of hits against held-out prompts; the wrong number of experts",
+            "ZipMoE", "cache planner", "specter_lab.experiments.zipmoe.cache_planner",
+            {"cpu": 2}, aliases=("cache-planner",),
+        ),
     )
 }  # fmt: skip
 

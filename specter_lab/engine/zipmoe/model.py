@@ -53,7 +53,7 @@ class Served:
 
 def open_store(
     store: Path, budget_bytes: int, *, settings: Settings = ZIPMOE, popularity: Popularity | None = None,
-    active: int | None = None, check: bool = True,
+    batch: int = 1, check: bool = True,
 ) -> Served:  # fmt: skip
     """A model that computes from a store under a budget.
 
@@ -62,7 +62,7 @@ def open_store(
         budget_bytes: of all memory for experts, staging included.
         settings: of the runtime.
         popularity: of the experts; None: nothing is known.
-        active: distinct experts per layer call that the planner expects; None: the model's top-k, one token at a time.
+        batch: requests that are decoded together, as the planner expects.
         check: read everything once and compare checksums first.
 
     Raises:
@@ -75,8 +75,8 @@ def open_store(
     experts = adapter.num_experts(config)
     model = skeleton(store)
     layers = adapter.moe_layers(model)
-    runtime = ExpertRuntime(store, budget_bytes, settings, popularity or uniform(len(layers), experts),
-                            active or config.num_experts_per_tok)  # fmt: skip
+    known = popularity or uniform(len(layers), experts, config.num_experts_per_tok)
+    runtime = ExpertRuntime(store, budget_bytes, settings, known, batch)
     serve_experts(model, runtime.layer)
     runtime.foresee({layer.index: _chosen(layer.router) for layer in layers})
     return Served(model, read_tokenizer(store, config.vocab_size), runtime)

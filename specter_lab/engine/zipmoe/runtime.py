@@ -27,10 +27,10 @@ from specter_lab.engine.store.reader import Mapping as FileMapping
 from specter_lab.engine.store.reader import PagedMemory, Reader
 from specter_lab.engine.zipmoe.fetch import Fetch, Fetcher, ReadAhead, read_raw
 from specter_lab.engine.zipmoe.memory import PARTS, Buffer, Held, allocate, layer_budget, sizes_of
-from specter_lab.engine.zipmoe.settings import RAW_COPY, Settings
+from specter_lab.engine.zipmoe.settings import FROM_HISTORY, RAW_COPY, Settings
 from specter_lab.errors import UserError
 from specter_lab.plan.zipmoe.cache import Move, PoolCache
-from specter_lab.plan.zipmoe.pools import Pools, plan_pools
+from specter_lab.plan.zipmoe.pools import Pools, plan_from_history, plan_pools
 from specter_lab.plan.zipmoe.popularity import Popularity
 from specter_lab.plan.zipmoe.schedule import as_given, by_blocks
 from specter_lab.plan.zipmoe.work import Costs, State, work_of
@@ -63,13 +63,13 @@ class ExpertRuntime:
         budget_bytes: of pools and staging together.
         settings: how.
         popularity: long-term use per layer, and by rank; from earlier prompts.
-        active: distinct experts of a typical layer call, for the planner; k for one token.
+        batch: tokens of a typical layer call, for the planner.
 
     Raises:
         UserError: damaged store, a budget below the staging, raw copies asked for that the store has not.
     """
 
-    def __init__(self, store: Path, budget_bytes: int, settings: Settings, popularity: Popularity, active: int) -> None:
+    def __init__(self, store: Path, budget_bytes: int, settings: Settings, popularity: Popularity, batch: int) -> None:
         self.index, self.settings = read_index(store), settings
         self.raw = settings.form == RAW_COPY
         if self.raw and RAW not in self.index.file_bytes:
@@ -83,7 +83,7 @@ class ExpertRuntime:
         self._closed = False
         try:
             self.costs = self._measure_costs()
-            self.pools = self._choose_pools(popularity, active)
+            self.pools = self._choose_pools(popularity, batch)
             self.memory = allocate(self.index, settings, self.pools)
         except BaseException:
             self.close()
@@ -127,7 +127,7 @@ class ExpertRuntime:
         """Routers by layer, [T, H] -> chosen experts [T, k]; read-ahead asks the next layer's."""
         self._routers = routers
 
-    def _choose_pools(self, popularity: Popularity, active: int) -> Pools:
+    def _choose_pools(self, popularity: Popularity, batch: int) -> Pools:
         left = layer_budget(self.index, self.settings, self.budget_bytes)
         if not self.settings.caching:
             return Pools()
@@ -135,6 +135,10 @@ class ExpertRuntime:
             return Pools(min(self.index.num_experts, left // self._sizes.full))
         if self.settings.pools is not None:
             return self.settings.pools
+        experts = self.index.num_experts
+        if self.settings.planner == FROM_HISTORY:
+            return plan_from_history(popularity.sets(batch), experts, self.costs, self._sizes, left).pools
+        active = min(experts, batch * popularity.rank_sets.shape[1])
         return plan_pools(popularity.weights(active), active, self.costs, self._sizes, left).pools
 
     def _measure_costs(self) -> Costs:

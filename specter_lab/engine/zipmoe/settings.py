@@ -8,6 +8,7 @@ from specter_lab.engine.store.reader import DIRECT
 from specter_lab.plan.zipmoe.pools import Pools
 
 FIELDS, RAW_COPY = "fields", "raw"
+FROM_HISTORY, FROM_MODEL = "history", "model"
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Settings:
     form: str = FIELDS  # what is read: bit fields (E and SM chunks), or the raw copy
     rule: str = "rank"  # of eviction
     pools: Pools | None = None  # per layer; None: the planner's
+    planner: str = FROM_HISTORY  # or the paper's model of hits
     scheduled: bool = True  # ZipMoE's order, else the router's
     overlapped: bool = True  # reading, decompressing and executing at the same time
     caching: bool = True  # off: every use reads

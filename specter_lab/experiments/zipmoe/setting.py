@@ -168,8 +168,7 @@ def run_system(model: str, settings: Settings, ids: Tensor, new_tokens: int, *, 
     """Open the store under a budget, decode a few tokens of the prompts to fill the pools, then decode them for the record."""
     ready = wide(model)
     budget = ready.budget_bytes(share)
-    active = expected_active(model, len(ids), seed)
-    with open_store(ready.store, budget, settings=settings, popularity=popularity(model, seed), active=active,
+    with open_store(ready.store, budget, settings=settings, popularity=popularity(model, seed), batch=len(ids),
                     check=False) as served:  # fmt: skip
         runtime = served.runtime
         if warm_up:
@@ -180,15 +179,6 @@ def run_system(model: str, settings: Settings, ids: Tensor, new_tokens: int, *, 
         hits, needed = np.sum(uses, axis=0)
         return Run(done, str(runtime.pools), budget, runtime.memory.num_bytes, runtime.reader.read_bytes,
                    runtime.reader.read_s, report.stall_s, report.execute_s, sum(done.step_s), float(hits / needed))  # fmt: skip
-
-
-@cache
-def expected_active(model: str, batch: int, seed: int) -> int:
-    """Distinct experts of a layer call with `batch` tokens of different requests, the mean over the history, rounded."""
-    trace = history(model, seed)
-    rng = np.random.default_rng(seed)
-    drawn = rng.integers(0, trace.num_tokens, (200, batch))
-    return round(float(np.mean([len(np.unique(trace.indices[rows, 0])) for rows in drawn])))
 
 
 def row_of(model: str, system: str, run: Run, **what) -> dict:

@@ -3,6 +3,9 @@
 Ranks fill the pools in turn: the most popular experts are kept whole, the next compressed, then those of which one half is
 kept. For every division of the budget the expected makespan of a layer is summed over how many active experts fall into
 which pool. Given that k experts are active in all, independent draws and the conditional-Bernoulli model are the same law.
+
+Experts of one token are not independent given their number, whatever the weights: hits come together. `plan_from_history`
+takes the ranks that earlier layer calls really used instead of a model of them; the search is the same.
 """
 
 from __future__ import annotations
@@ -79,13 +82,7 @@ def compositions(active: int) -> np.ndarray:
 @lru_cache(maxsize=64)
 def makespans(costs: Costs, active: int) -> np.ndarray:
     """Makespan of ZipMoE's order for every composition: [C]."""
-    states = (*KEPT, State.M)
-    found = []
-    for counts in compositions(active):
-        drawn = [state for state, count in zip(states, counts) for _ in range(count)]
-        works = [work_of(i, state, costs) for i, state in enumerate(drawn)]
-        found.append(timeline(by_blocks(works, costs.workers), costs.workers).makespan_s)
-    return np.array(found)
+    return np.array([_makespan(costs, tuple(counts)) for counts in compositions(active).tolist()])
 
 
 def expected_makespan(weights: np.ndarray, pools: Pools, active: int, costs: Costs) -> float:
@@ -116,12 +113,41 @@ def plan_pools(weights: np.ndarray, active: int, costs: Costs, sizes: Sizes, bud
     """
     if budget_bytes < 0:
         raise UserError("the staging buffers alone are larger than the budget: give more memory")
-    candidates = _grid(len(weights), sizes, budget_bytes)
+    candidates = grid(len(weights), sizes, budget_bytes)
     best = min(candidates, key=lambda pools: (expected_makespan(weights, pools, active, costs), -pools.full))
     return Plan(best, expected_makespan(weights, best, active, costs))
 
 
-def _grid(experts: int, sizes: Sizes, budget_bytes: int) -> list[Pools]:
+def plan_from_history(rank_sets: np.ndarray, experts: int, costs: Costs, sizes: Sizes, budget_bytes: int) -> Plan:
+    """As `plan_pools`, with the rank sets [N, k] of N earlier layer calls; a rank of -1 is none.
+
+    Raises:
+        UserError: the budget is negative.
+    """
+    if budget_bytes < 0:
+        raise UserError("the staging buffers alone are larger than the budget: give more memory")
+    candidates = grid(experts, sizes, budget_bytes)
+    best = min(candidates, key=lambda pools: (mean_makespan(rank_sets, pools, costs), -pools.full))
+    return Plan(best, mean_makespan(rank_sets, best, costs))
+
+
+def mean_makespan(rank_sets: np.ndarray, pools: Pools, costs: Costs) -> float:
+    """Mean seconds of the layer calls with these rank sets [N, k], ranks filling the pools in turn."""
+    pool = np.searchsorted(np.cumsum([*pools]), rank_sets, side="right")  # [N, k] 0..4
+    counts = np.stack([((pool == i) & (rank_sets >= 0)).sum(axis=1) for i in range(5)], axis=1)  # [N, 5]
+    kinds, times = np.unique(counts, axis=0, return_counts=True)
+    return float(sum(n * _makespan(costs, tuple(kind)) for kind, n in zip(kinds.tolist(), times)) / len(counts))
+
+
+@lru_cache(maxsize=100_000)
+def _makespan(costs: Costs, counts: tuple[int, ...]) -> float:
+    """Of ZipMoE's order, for so many experts in each pool and M."""
+    drawn = [state for state, count in zip((*KEPT, State.M), counts) for _ in range(count)]
+    works = [work_of(i, state, costs) for i, state in enumerate(drawn)]
+    return timeline(by_blocks(works, costs.workers), costs.workers).makespan_s
+
+
+def grid(experts: int, sizes: Sizes, budget_bytes: int) -> list[Pools]:
     """Divisions that leave no room for one more expert in the last pool that is used."""
     found = set()
     for full in _steps(budget_bytes // sizes.full, experts):
