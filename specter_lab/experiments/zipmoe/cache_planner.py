@@ -34,7 +34,10 @@ from specter_lab.plan.zipmoe.ranks import (
 from specter_lab.plan.zipmoe.schedule import by_blocks, timeline
 from specter_lab.plan.zipmoe.work import Costs, State, work_of
 
-TRAIN_PER_SET, HELD_OUT_PER_SET = 40, 40
+TRAIN_PER_SET, HELD_OUT_PER_SET = 50, 50
+TEMPERATURE = (
+    1.0  # greedy text of small models repeats itself, and recent use would look like a better guide than it is
+)
 NEW_TOKENS = 128
 POOL_SHARES = (0.1, 0.25, 0.5)  # of the experts of a layer
 RELEASED = {"deepseek": 22, "qwen": 21, "phi": 10}  # active experts in the paper's released code (Switch: 10 for 1)
@@ -60,7 +63,7 @@ def traces(model: str, seed: int) -> tuple[Trace, Trace]:
     halves = ([r for i, r in enumerate(requests) if (i % per_set < TRAIN_PER_SET) == first] for first in (True, False))
     return tuple(
         decode(source.model, tokenize(half, source.tokenizer, routing.PREFIX_TOKENS).at_least(routing.PREFIX_TOKENS),
-               Origin(source.name, source.digest, seed=seed), prefix_tokens=routing.PREFIX_TOKENS, new_tokens=NEW_TOKENS)
+               Origin(source.name, source.digest, seed=seed), prefix_tokens=routing.PREFIX_TOKENS, new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
         for half in halves
     )  # fmt: skip
 
