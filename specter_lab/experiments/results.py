@@ -57,12 +57,7 @@ class Result:
 
 
 def write(
-    experiment: str,
-    tier: str,
-    rows: pd.DataFrame,
-    verdicts: Sequence[Verdict],
-    figure: Figure,
-    provenance: Mapping,
+    experiment: str, tier: str, rows: pd.DataFrame, verdicts: Sequence[Verdict], figure: Figure, provenance: Mapping,
     extra: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Result:
     """Write your result, atomically replacing an older one; `extra` files lie beside the rows.
@@ -244,9 +239,7 @@ def _palette(png: bytes) -> bytes:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
-        buffer, "png", optimize=True
-    )
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
     return buffer.getvalue()
 
 

@@ -113,9 +113,7 @@ def test_a_prompt_of_many_passes(mode, device):
     resident.fill_slots()
     ids = torch.randint(3, 2000, (200,), generator=torch.Generator().manual_seed(0))
     expected = resident.generate(ids, 16, ignore_eos=True)
-    assert torch.equal(
-        engine_of("qwen-nano", 4, device, mode=mode).generate(ids, 16, depth=3, ignore_eos=True), expected
-    )
+    assert torch.equal(engine_of("qwen-nano", 4, device, mode=mode).generate(ids, 16, depth=3, ignore_eos=True), expected)
 
 
 @pytest.mark.gpu

@@ -36,9 +36,7 @@ class Saboteur(Prefetcher):
         if self._draw.random() < 0.3:
             return NO_LOADS
         layers, experts = np.nonzero(self._slots.slot_of == ABSENT)
-        chosen = np.sort(
-            self._draw.permutation(len(layers))[: self._draw.integers(1, 2 * int(self._slots.count.sum()) + 1)]
-        )
+        chosen = np.sort(self._draw.permutation(len(layers))[: self._draw.integers(1, 2 * int(self._slots.count.sum()) + 1)])
         pins = chosen[self._draw.random(len(chosen)) < 0.2]
         self._slots.pinned[layers[pins], experts[pins]] = True
         return layers[chosen], experts[chosen]

@@ -79,17 +79,14 @@ def test_an_error_for_the_user_comes_out_of_a_notebook_as_one_sentence(log, note
 
 
 @pytest.mark.parametrize(
-    "kernel, why",
-    [("import time; time.sleep(600)", "didn't respond in 2 seconds"), ("raise SystemExit", "died before")],
+    "kernel, why", [("import time; time.sleep(600)", "didn't respond in 2 seconds"), ("raise SystemExit", "died before")]
 )
 def test_a_kernel_that_does_not_start_is_one_sentence(log, notebook, tmp_path, monkeypatch, kernel, why):
     notebook(RUN)
     (tmp_path / "ipykernel_launcher.py").write_text(kernel)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(runner, "KERNEL_START_S", 2)
-    with pytest.raises(
-        UserError, match=f"the kernel of notebooks/toy-squares.ipynb did not start .*{why}.*: close other"
-    ):
+    with pytest.raises(UserError, match=f"the kernel of notebooks/toy-squares.ipynb did not start .*{why}.*: close other"):
         runner.reproduce("toy-squares")
     assert results.read("toy-squares", "cpu", paths.RESULTS) is not None, "the run itself is kept"
 
@@ -118,10 +115,7 @@ def test_provenance_names_no_commit_of_a_repository_around_the_project(tmp_path,
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (
-            ["reproduce", "table1", "--seed", "-1"],
-            "a seed of -1 is not used here: give a whole number from 0 to 4294967295",
-        ),
+        (["reproduce", "table1", "--seed", "-1"], "a seed of -1 is not used here: give a whole number from 0 to 4294967295"),
         (["reproduce", "table1", "--seed", str(2**32)], "a seed of 4294967296 is not used here"),
         (["reproduce", "specter-tabel1"], "no experiment 'specter-tabel1': did you mean specter-table1"),
         (["reproduce", "tabel1"], "did you mean table1"),
