@@ -97,14 +97,14 @@ def measure(weights: Tensor, codec: str, threads: Sequence[int]) -> list[Speed]:
     tasks = [(i, k) for i, chunk in enumerate(chunks) for k in range(len(chunk.shards))]
     used = codec_named(codec)
 
-    def decode(task: tuple[int, int]) -> None:
-        i, k = task
-        decode_shard(chunks[i].shards, k, chunks[i].sign_mantissa, used, out[i])
+    def decode(mine: list[tuple[int, int]]) -> None:
+        for i, k in mine:
+            decode_shard(chunks[i].shards, k, chunks[i].sign_mantissa, used, out[i])
 
     speeds = []
     for count in threads:
         with ThreadPoolExecutor(count) as pool:
-            seconds = sorted(times_s(lambda: list(pool.map(decode, tasks))))
+            seconds = sorted(times_s(lambda: list(pool.map(decode, [tasks[t::count] for t in range(count)]))))
         gb_s = [weights.nbytes / s * 1e-9 for s in seconds]
         speeds.append(
             Speed(codec, count, share, weights.nbytes / encode_s * 1e-9, gb_s[len(gb_s) // 2], gb_s[-1], gb_s[0])

@@ -236,8 +236,9 @@ def plot(rows: pd.DataFrame) -> Figure:
             xlabel="predicted hit rate", ylabel="observed hit rate" if column == 0 else "", xlim=(0, 1), ylim=(0, 1)
         )
         axis.grid(alpha=0.25)
-    axes[0, 0].legend(fontsize=7)
-    axes[1, 0].legend(fontsize=7)
+    axes[0, 0].set_ylim(top=1.55 * axes[0, 0].get_ylim()[1])
+    axes[0, 0].legend(fontsize=7, loc="upper left")
+    axes[1, 0].legend(fontsize=7, loc="upper left")
     plt.close(figure)
     return figure
 

@@ -93,33 +93,26 @@ def plot(rows: pd.DataFrame) -> Figure:
     table, first = sizes(rows), rows.drop_duplicates("source").set_index("source")
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4), width_ratios=(2, 3), constrained_layout=True)
     colors = sns.color_palette("colorblind", len(table.columns))
-    left.bar(first.index, first["exponent_bits"], color=colors[0], width=0.6)
+    left.plot(first.index, first["exponent_bits"], "o", color=colors[0])
     left.axhspan(*PAPER_BITS, color="0.5", alpha=0.35, label="the paper's trained models")
     for i, bits in enumerate(first["exponent_bits"]):
-        left.annotate(f"{bits:.2f}", (i, bits), ha="center", va="bottom", fontsize=8)
-    left.set(ylabel="entropy of the exponent (of 8 bits)", ylim=(2, 2.9))
+        left.annotate(f"{bits:.2f}", (i, bits), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
+    left.set(ylabel="entropy of the exponent (of 8 bits)", ylim=(2.2, 2.75))
     left.tick_params(axis="x", rotation=25)
-    left.legend(fontsize=8, loc="upper left")
+    left.legend(fontsize=8, loc="lower left")
     columns = [c for c in table.columns if c != "floor" and table[c].notna().any()]
-    width = 0.8 / len(columns)
     for j, name in enumerate(columns):
-        label = "zstd without matches" if name == "huffman" else name
-        right.bar(
-            [i + (j - len(columns) / 2 + 0.5) * width for i in range(len(table))],
-            table[name],
-            width,
-            color=colors[j],
-            label=label,
-        )
+        at = [i + 0.11 * (j - len(columns) / 2 + 0.5) for i in range(len(table))]
+        right.plot(at, table[name], "o", color=colors[j], label="zstd without matches" if name == "huffman" else name)
     for i, floor in enumerate(table["floor"]):
         right.hlines(
             floor, i - 0.42, i + 0.42, color="black", linewidth=1.2, label="entropy's floor" if i == 0 else None
         )
     right.axhline(DFLOAT11, color="0.5", linestyle=":", linewidth=1.2, label="DFloat11 (published)")
     right.set_xticks(range(len(table)), labels=table.index, rotation=25)
-    right.set(ylabel="compressed size / BF16 size", ylim=(0.6, 0.86))
+    right.set(ylabel="compressed size / BF16 size", ylim=(0.63, 0.84), xlim=(-0.6, len(table) - 0.4))
     right.grid(alpha=0.25, axis="y")
-    right.legend(fontsize=8, ncols=3, loc="upper center")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", fontsize=8, ncols=9)
     plt.close(figure)
     return figure
 
