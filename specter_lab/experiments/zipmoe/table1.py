@@ -33,7 +33,7 @@ ROWS = (*LADDER, "codec off", "scheduler off")
 TITLES = {LOAD: "baseline", "core": "core: codec, scheduler,\nLRU of whole experts", "pools": "+ C pools (LRU)", "planner": "+ planner",
           "codec off": "planner's row,\ncodec off", "scheduler off": "planner's row,\nscheduler off"}  # fmt: skip
 PAPER = {"deepseek": dict(zip(LADDER, (1.60, 4.43, 5.18, 5.30))), "qwen": dict(zip(LADDER, (1.99, 6.39, 7.64, 7.79)))}
-REPEATS, NEW_TOKENS = 4, 32
+REPEATS, NEW_TOKENS = 3, 24
 inputs = inputs_of
 
 

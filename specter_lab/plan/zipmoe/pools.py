@@ -126,17 +126,32 @@ def plan_from_history(rank_sets: np.ndarray, experts: int, costs: Costs, sizes: 
     """
     if budget_bytes < 0:
         raise UserError("the staging buffers alone are larger than the budget: give more memory")
-    candidates = grid(experts, sizes, budget_bytes)
-    best = min(candidates, key=lambda pools: (mean_makespan(rank_sets, pools, costs), -pools.full))
-    return Plan(best, mean_makespan(rank_sets, best, costs))
+    below = _below(rank_sets, experts)
+    seconds = {pools: _mean(below, pools, costs) for pools in grid(experts, sizes, budget_bytes)}
+    best = min(seconds, key=lambda pools: (seconds[pools], -pools.full))
+    return Plan(best, seconds[best])
 
 
-def mean_makespan(rank_sets: np.ndarray, pools: Pools, costs: Costs) -> float:
+def mean_makespan(rank_sets: np.ndarray, experts: int, pools: Pools, costs: Costs) -> float:
     """Mean seconds of the layer calls with these rank sets [N, k], ranks filling the pools in turn."""
-    pool = np.searchsorted(np.cumsum([*pools]), rank_sets, side="right")  # [N, k] 0..4
-    counts = np.stack([((pool == i) & (rank_sets >= 0)).sum(axis=1) for i in range(5)], axis=1)  # [N, 5]
-    kinds, times = np.unique(counts, axis=0, return_counts=True)
-    return float(sum(n * _makespan(costs, tuple(kind)) for kind, n in zip(kinds.tolist(), times)) / len(counts))
+    return _mean(_below(rank_sets, experts), pools, costs)
+
+
+def _below(rank_sets: np.ndarray, experts: int) -> np.ndarray:
+    """How many experts of each call have a rank below r: [E + 1, N]."""
+    used = np.zeros((experts + 1, len(rank_sets)), np.int64)
+    calls, slots = np.nonzero(rank_sets >= 0)
+    np.add.at(used, (rank_sets[calls, slots] + 1, calls), 1)
+    return used.cumsum(axis=0)
+
+
+def _mean(below: np.ndarray, pools: Pools, costs: Costs) -> float:
+    edges = np.minimum(np.cumsum([0, *pools]), len(below) - 1)
+    counts = np.diff(below[[*edges, -1]], axis=0)  # [5, N] experts of each call in every pool and M
+    base = int(below[-1].max()) + 1
+    codes, times = np.unique(base ** np.arange(5) @ counts, return_counts=True)
+    kinds = codes[:, None] // base ** np.arange(5) % base
+    return float(sum(n * _makespan(costs, tuple(kind)) for kind, n in zip(kinds.tolist(), times)) / counts.shape[1])
 
 
 @lru_cache(maxsize=100_000)

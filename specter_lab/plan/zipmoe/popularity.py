@@ -9,7 +9,7 @@ import numpy as np
 
 from specter_lab.plan.zipmoe.ranks import RankTracker, bernoulli_weights, inclusion
 
-SETS = 2000  # layer calls that a plan is judged on
+SETS = 1000  # layer calls that a plan is judged on
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,12 @@ class Popularity:
         """[E] conditional-Bernoulli odds by rank when `active` experts of a layer are needed."""
         return _weights(tuple(self.rank_hits.tolist()), active)
 
-    def sets(self, batch: int, most: int = SETS, seed: int = 0) -> np.ndarray:
-        """Rank sets [N, batch x k] of layer calls with `batch` tokens of different requests; -1 stands for a repetition."""
+    def sets(self, batch: int, seed: int = 0) -> np.ndarray:
+        """Rank sets [N, batch x k] of layer calls with `batch` tokens of different requests; -1 stands for a repetition.
+
+        The larger a batch, the more alike its calls are, and the fewer are drawn.
+        """
+        most = max(8, SETS // batch**2)
         rng = np.random.default_rng(seed)
         drawn = np.sort(self.rank_sets[rng.integers(0, len(self.rank_sets), (most, batch))].reshape(most, -1), axis=1)
         drawn[:, 1:][drawn[:, 1:] == drawn[:, :-1]] = -1

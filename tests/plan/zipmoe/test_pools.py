@@ -49,6 +49,23 @@ def test_a_slow_disk_asks_for_compressed_experts_and_a_slow_processor_for_whole_
     assert plan_pools(weights(), 3, SLOW_CPU, SIZES, 1000).pools.full == 5
 
 
+def test_a_plan_from_history_sees_what_comes_together():
+    """Calls use ranks 0-2 or 9-11 together; the mean of every call is counted by hand."""
+    history = np.array([[0, 1, 2]] * 6 + [[9, 10, 11]] * 2 + [[0, 1, -1]] * 2)
+    pools = Pools(2, 0, 0, 1)
+    one = planning.expected_makespan  # with certain ranks the model and the history agree
+    certain = np.array([1e9] * 3 + [1e-9] * 13)
+    assert planning.mean_makespan(history[:6], 16, pools, SLOW_DISK) == pytest.approx(one(certain, pools, 3, SLOW_DISK))
+    parts = [planning.mean_makespan(history[a:b], 16, pools, SLOW_DISK) for a, b in ((0, 6), (6, 8), (8, 10))]
+    whole = planning.mean_makespan(history, 16, pools, SLOW_DISK)
+    assert whole == pytest.approx(0.6 * parts[0] + 0.2 * parts[1] + 0.2 * parts[2])
+    assert parts[2] == pytest.approx(2), "two experts that are whole in memory only execute"
+    plan = planning.plan_from_history(history, 16, SLOW_DISK, SIZES, 800)
+    assert plan.pools.num_bytes(SIZES) <= 800 and plan.makespan_s <= planning.mean_makespan(
+        history, 16, Pools(4), SLOW_DISK
+    )
+
+
 def test_a_negative_budget_is_refused():
     with pytest.raises(UserError, match="staging"):
         plan_pools(weights(), 3, SLOW_DISK, SIZES, -1)
