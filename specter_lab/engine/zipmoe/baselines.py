@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
+from specter_lab.engine.zipmoe.costs import Activation
 from specter_lab.engine.zipmoe.model import Served, serve_experts, skeleton
-from specter_lab.engine.zipmoe.runtime import Activation
 from specter_lab.models.adapters import adapter_for
 from specter_lab.models.load import load, read_config, read_tokenizer
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from specter_lab.compress.bitfield import shard_bounds
+from specter_lab.compress.bitfield import shard_bounds, split
 from specter_lab.engine.store.layout import Index, padded
 from specter_lab.engine.store.reader import PagedMemory
 from specter_lab.engine.zipmoe.settings import RAW_COPY, Settings
 from specter_lab.errors import UserError
+from specter_lab.plan.zipmoe.cache import Move
 from specter_lab.plan.zipmoe.pools import Pools, Sizes
+from specter_lab.plan.zipmoe.work import State
 
 Buffer = np.ndarray  # [bytes] uint8, from a page boundary on
 
@@ -57,6 +60,8 @@ class Held:
 
 
 PARTS = ("full", "sign_mantissa", "exponents")
+NEEDED = {State.F: {"full"}, State.C: {"sign_mantissa", "exponents"}, State.S: {"sign_mantissa"}, State.E: {"exponents"},
+          State.M: set()}  # fmt: skip
 
 
 @dataclass
@@ -97,3 +102,37 @@ def allocate(index: Index, settings: Settings, pools: Pools) -> Memory:
     slab = PagedMemory(total)
     free = {part: [slab.take(size) for _ in range(count)] for part, (count, size) in counts.items()}
     return Memory(total, free)
+
+
+def carry_out(
+    moves: list[Move], memory: Memory, held: dict[int, Held], index: Index, staged: Held | None = None
+) -> None:
+    """Do what a layer's cache decided: buffers change hands, are split off, or become free.
+
+    Args:
+        moves: of one admission; the last is that of the expert that caused it.
+        held: buffers of the layer's experts; changed.
+        staged: buffers that the expert which caused it was put together in; what the pools take is gone from it.
+
+    Raises:
+        RuntimeError: an expert would have to become what it has not the parts for.
+    """
+    for number, move in enumerate(moves, start=1):
+        mine = held.setdefault(move.expert, Held())
+        if staged is not None and number == len(moves):
+            for part in NEEDED[move.after]:
+                if getattr(mine, part) is None:
+                    setattr(mine, part, getattr(staged, part))
+                    setattr(staged, part, None)
+        if "sign_mantissa" in NEEDED[move.after] and mine.sign_mantissa is None and mine.full is not None:
+            mine.sign_mantissa = memory.take("sign_mantissa")
+            _split_off(mine, index.num_weights)
+        for part in set(PARTS) - NEEDED[move.after]:
+            memory.give(mine, part)
+        if missing := NEEDED[move.after] - set(mine.parts()):
+            raise RuntimeError(f"expert {move.expert} cannot become {move.after}: no {', '.join(sorted(missing))}")
+
+
+def _split_off(held: Held, num_weights: int) -> None:
+    sign_mantissa, _ = split(torch.from_numpy(held.full[: 2 * num_weights]).view(torch.bfloat16))
+    held.sign_mantissa[:num_weights] = sign_mantissa

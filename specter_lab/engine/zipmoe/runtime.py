@@ -18,27 +18,21 @@ from queue import Empty
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
 
-from specter_lab.compress.bitfield import exponents_of, recover, shard_bounds, split
 from specter_lab.compress.codecs import codec
-from specter_lab.engine.store.layout import EXPERTS, RAW, Record, read_index
+from specter_lab.engine.store.layout import EXPERTS, RAW, read_index
 from specter_lab.engine.store.reader import Mapping as FileMapping
-from specter_lab.engine.store.reader import PagedMemory, Reader
+from specter_lab.engine.store.reader import Reader
+from specter_lab.engine.zipmoe.costs import Activation, compute_expert, measure_costs
 from specter_lab.engine.zipmoe.fetch import Fetch, Fetcher, ReadAhead, read_raw
-from specter_lab.engine.zipmoe.memory import PARTS, Buffer, Held, allocate, layer_budget, sizes_of
+from specter_lab.engine.zipmoe.memory import PARTS, Buffer, Held, allocate, carry_out, layer_budget, sizes_of
 from specter_lab.engine.zipmoe.settings import FROM_HISTORY, RAW_COPY, Settings
 from specter_lab.errors import UserError
-from specter_lab.plan.zipmoe.cache import Move, PoolCache
+from specter_lab.plan.zipmoe.cache import PoolCache
 from specter_lab.plan.zipmoe.pools import Pools, plan_from_history, plan_pools
 from specter_lab.plan.zipmoe.popularity import Popularity
 from specter_lab.plan.zipmoe.schedule import as_given, by_blocks
 from specter_lab.plan.zipmoe.work import Costs, State, work_of
-
-NEEDED = {State.F: {"full"}, State.C: {"sign_mantissa", "exponents"}, State.S: {"sign_mantissa"}, State.E: {"exponents"},
-          State.M: set()}  # fmt: skip
-Activation = Callable[[Tensor], Tensor]
-COSTED = 8  # experts that costs are measured on
 
 
 @dataclass
@@ -82,7 +76,10 @@ class ExpertRuntime:
         self._fetcher = Fetcher(self.reader, self._codec, settings.workers, self._give)
         self._closed = False
         try:
-            self.costs = self._measure_costs()
+            if self.raw:  # one state only: nothing to choose or to order by
+                self.costs = Costs(1, 1, 1, 1, 1, self.index.num_shards, settings.workers)
+            else:
+                self.costs = measure_costs(self.index, self.reader, settings.workers)
             self.pools = self._choose_pools(popularity, batch)
             self.memory = allocate(self.index, settings, self.pools)
         except BaseException:
@@ -133,52 +130,16 @@ class ExpertRuntime:
             return Pools()
         if self.raw:
             return Pools(min(self.index.num_experts, left // self._sizes.full))
-        if self.settings.pools is not None:
-            return self.settings.pools
+        if (given := self.settings.pools) is not None:
+            if given.num_bytes(self._sizes) > left:
+                raise UserError(f"pools of {given} per layer take {given.num_bytes(self._sizes) / 1e6:.1f} MB, the budget "
+                                f"leaves {left / 1e6:.1f} MB: give more memory or smaller pools")  # fmt: skip
+            return given
         experts = self.index.num_experts
         if self.settings.planner == FROM_HISTORY:
             return plan_from_history(popularity.sets(batch), experts, self.costs, self._sizes, left).pools
         active = min(experts, batch * popularity.rank_sets.shape[1])
         return plan_pools(popularity.weights(active), active, self.costs, self._sizes, left).pools
-
-    def _measure_costs(self) -> Costs:
-        """Seconds of every operation on this machine and disk: the median over a few experts."""
-        if self.raw:
-            return Costs(1, 1, 1, 1, 1, self.index.num_shards, self.settings.workers)  # one state, nothing to choose
-        records = list(self.index.experts.values())
-        buffers = Held(
-            *(
-                PagedMemory(size).take(size)
-                for size in (self._sizes.full, self._sizes.sign_mantissa, self._sizes.exponents)
-            )
-        )
-        self._time_one(records[0], buffers)  # first use compiles and warms up
-        timed = [self._time_one(record, buffers) for record in records[:: len(records) // COSTED]]
-        return Costs(*np.median(timed, axis=0).tolist(), self.index.num_shards, self.settings.workers)
-
-    def _time_one(self, record: Record, buffers: Held) -> list[float]:
-        """Seconds to read the SM-chunk, to read and to decompress an E-chunk, to recover and to execute one expert."""
-        chunk, shard, n = record.sign_mantissa, record.shards[0], self.index.num_weights
-        _, length = shard_bounds(n, self.index.num_shards)[0]
-        hidden = torch.ones(1, self.index.hidden, dtype=torch.bfloat16)
-        out = buffers.full.view(np.uint16)
-        marks = [time.perf_counter()]
-        self.reader.read_into(buffers.sign_mantissa[: chunk.padded_bytes], chunk.offset)
-        marks.append(time.perf_counter())
-        self.reader.read_into(buffers.exponents[: shard.padded_bytes], shard.offset)
-        marks.append(time.perf_counter())
-        exponents = exponents_of(buffers.exponents[: shard.num_bytes], length, self._codec)
-        marks.append(time.perf_counter())
-        for first, last in shard_bounds(n, self.index.num_shards):
-            recover(
-                buffers.sign_mantissa[first:last],
-                exponents[: last - first],
-                out[first : first + len(exponents)][: last - first],
-            )
-        marks.append(time.perf_counter())
-        self._compute(hidden, buffers.full, silu)
-        marks.append(time.perf_counter())
-        return np.diff(marks).tolist()
 
     @torch.inference_mode()
     def layer(self, layer: int, hidden: Tensor, indices: Tensor, weights: Tensor, activation: Activation) -> Tensor:
@@ -206,7 +167,7 @@ class ExpertRuntime:
         def execute(expert: int, full: Buffer) -> None:
             begun = time.perf_counter()
             slots, tokens = (torch.from_numpy(part) for part in rows[expert])
-            out = self._compute(hidden[tokens], full, activation) * weights[tokens, slots, None]
+            out = compute_expert(self.index, hidden[tokens], full, activation) * weights[tokens, slots, None]
             outputs[expert] = (tokens, out)
             self.report.execute_s += time.perf_counter() - begun
 
@@ -219,14 +180,6 @@ class ExpertRuntime:
         self.report.layer_calls += 1
         self.report.layers_s += time.perf_counter() - start
         return result
-
-    def _compute(self, hidden: Tensor, full: Buffer, activation: Activation) -> Tensor:
-        """One expert on [t, H] tokens: [t, H]."""
-        h, i, n = self.index.hidden, self.index.width, self.index.num_weights
-        weights = torch.from_numpy(full[: 2 * n]).view(torch.bfloat16)
-        gate_up, down = weights[: 2 * h * i].view(2 * i, h), weights[2 * h * i :].view(h, i)
-        gate, up = linear(hidden, gate_up).chunk(2, dim=-1)
-        return linear(activation(gate) * up, down)
 
     def _serve(self, layer: int, needed: list[int], execute: Callable[[int, Buffer], None], hidden: Tensor) -> None:
         """Execute every needed expert once, in whatever order they become ready, and let the pools change."""
@@ -273,7 +226,7 @@ class ExpertRuntime:
             raise
         for expert in done_whole:
             pinned.discard(expert)
-            self._apply(layer, cache.admit(expert, pinned), None)
+            carry_out(cache.admit(expert, pinned), self.memory, held, self.index)
 
     def _order(self, waiting: list[int], states: Mapping[int, State], ahead: Mapping[int, ReadAhead]) -> list[int]:
         def state(expert: int) -> State:
@@ -348,34 +301,9 @@ class ExpertRuntime:
         for part in fetch.borrowed:
             setattr(fetch.held, part, None)  # the pool has it
         if self.settings.caching:
-            self._apply(layer, self._caches[layer].admit(expert, pinned), fetch.held)
+            moves = self._caches[layer].admit(expert, pinned)
+            carry_out(moves, self.memory, self._held[layer], self.index, fetch.held)
         self.memory.give_all(fetch.held)
-
-    def _apply(self, layer: int, moves: list[Move], staged: Held | None) -> None:
-        """Carry out what the cache decided; `staged` are the buffers of the expert that caused it."""
-        held = self._held[layer]
-        for number, move in enumerate(moves):
-            mine = held.setdefault(move.expert, Held())
-            source = (
-                staged if number == len(moves) - 1 and move.before in (State.M, State.C, State.S, State.E) else None
-            )
-            for part in NEEDED[move.after]:
-                if getattr(mine, part) is None and source is not None and getattr(source, part) is not None:
-                    setattr(mine, part, getattr(source, part))
-                    setattr(source, part, None)
-            if "sign_mantissa" in NEEDED[move.after] and mine.sign_mantissa is None:
-                mine.sign_mantissa = self._split_off(mine)
-            for part in set(PARTS) - NEEDED[move.after]:
-                self.memory.give(mine, part)
-            if missing := NEEDED[move.after] - set(mine.parts()):
-                raise RuntimeError(f"expert {move.expert} cannot become {move.after}: no {', '.join(missing)}")
-
-    def _split_off(self, held: Held) -> Buffer:
-        n = self.index.num_weights
-        sign_mantissa, _ = split(torch.from_numpy(held.full[: 2 * n]).view(torch.bfloat16))
-        buffer = self.memory.take("sign_mantissa")
-        buffer[:n] = sign_mantissa
-        return buffer
 
     def _give(self, held: Held) -> None:
         self.memory.give_all(held)

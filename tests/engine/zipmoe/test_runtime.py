@@ -84,7 +84,8 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_setting_changes_a_bit(stores, reference, name):
     store = stores / "qwen-nano"
-    with open_store(store, budget_of(store, 0.3), settings=replace(PLAIN, **VARIANTS[name]), check=False) as served:
+    share = 1.1 if name == "everything" else 0.4
+    with open_store(store, budget_of(store, share), settings=replace(PLAIN, **VARIANTS[name]), check=False) as served:
         for _ in range(2):
             assert same(logits_of(served.model, prompt()), reference["qwen-nano", 1])
 
@@ -166,3 +167,8 @@ def test_baselines_compute_the_model(stores, reference, tmp_path):
     accelerated = logits_of(open_accelerate(ZOO / "qwen-nano", tmp_path).model, prompt())
     assert same(accelerated, reference["qwen-nano", 1])
     assert all(why_not_run(peer).startswith("not run") for peer in PEERS)
+
+
+def test_pools_beyond_the_budget_are_refused(stores):
+    with pytest.raises(UserError, match="the budget leaves"):
+        open_store(stores / "qwen-nano", 10**6, settings=replace(PLAIN, pools=Pools(60)), check=False)
