@@ -41,7 +41,13 @@ def test_scheduler(monkeypatch):
 
 
 def test_cache_planner(monkeypatch):
-    for name, value in {"TRAIN_PER_SET": 3, "HELD_OUT_PER_SET": 3, "NEW_TOKENS": 24, "POOL_SHARES": (0.25,)}.items():
+    for name, value in {
+        "TRAIN_PER_SET": 3,
+        "HELD_OUT_PER_SET": 3,
+        "NEW_TOKENS": 24,
+        "POOL_SHARES": (0.25,),
+        "RULE_REQUESTS": 4,
+    }.items():
         monkeypatch.setattr(cache_planner, name, value)
     train, held_out = cache_planner.traces("phi-nano", 0)
     assert not set(train.request_ids) & set(held_out.request_ids)
@@ -54,6 +60,9 @@ def test_cache_planner(monkeypatch):
     )
     trained = found[(found["router"] == cache_planner.TRAINED) & (found["ranks"] == cache_planner.CAUSAL)]
     assert trained["observed_hit_rate"].min() > 0.3
+    assert set(cache_planner.rules(rows).columns) == set(cache_planner.RULES)
+    rates = rows[rows["kind"] == "rule"].set_index(["router", "rule"])["hit_rate"]
+    assert abs(rates[cache_planner.NULL, "lru"] - 0.25) < 0.05 < rates[cache_planner.TRAINED, "rank"] - 0.25
     for law in cache_planner.LAWS:
         assert cache_planner.laws(rows, law).groupby(["router", "ranks"])["predicted"].sum().round(3).eq(1).all()
     assert (cache_planner.plans(rows)["ratio"] >= 1 - 1e-9).all(), "pools planned for the wrong number are never better"

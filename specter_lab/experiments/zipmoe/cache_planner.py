@@ -18,10 +18,12 @@ from matplotlib.figure import Figure
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import routing
+from specter_lab.measure.bootstrap import ratio_interval
 from specter_lab.measure.decode import decode
 from specter_lab.measure.prompts import select, tokenize
 from specter_lab.measure.trace import Origin, Trace
 from specter_lab.models.load import load, placement, shown_name
+from specter_lab.plan.zipmoe.cache import RULES, PoolCache
 from specter_lab.plan.zipmoe.pools import Pools, Sizes, expected_makespan, grid, plan_pools
 from specter_lab.plan.zipmoe.popularity import causal_ranks
 from specter_lab.plan.zipmoe.ranks import (
@@ -41,6 +43,7 @@ TEMPERATURE = (
 NEW_TOKENS = 128
 POOL_SHARES = (0.1, 0.25, 0.5)  # of the experts of a layer
 RELEASED = {"deepseek": 22, "qwen": 21, "phi": 10}  # active experts in the paper's released code (Switch: 10 for 1)
+RULE_REQUESTS = 20
 CAUSAL, HINDSIGHT = "causal", "hindsight"
 TRAINED, NULL = "trained router", "uniform router"
 HISTORY, CONDITIONAL, INDEPENDENT = LAWS = ("from history", "conditional Bernoulli", "Poisson-binomial")
@@ -101,6 +104,8 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
             rows += _law_rows(base, weights, ours, theirs, held_out.request_index, k)
             if router == TRAINED and kind == CAUSAL:
                 rows += _plan_rows(base, pi, weights, experts, k)
+            if kind == CAUSAL:
+                rows += _rule_rows(base, pair[1], priors, held_out.request_index)
     return rows
 
 
@@ -130,6 +135,37 @@ def _law_rows(
                     "n_requests": len(per_request), "n_calls": int(hits.size),
                 })  # fmt: skip
     return rows
+
+
+def _rule_rows(base: dict, indices: np.ndarray, priors: np.ndarray, request: np.ndarray) -> jobs.Rows:
+    """Hit rates of all eviction rules with whole experts only, replayed on held-out requests one after the other."""
+    experts, rows = priors.shape[1], []
+    kept = request < RULE_REQUESTS
+    for share in POOL_SHARES:
+        for rule in RULES:
+            hits = np.zeros(RULE_REQUESTS)
+            for layer in range(indices.shape[1]):
+                cache = PoolCache(Pools(round(share * experts)), rule, priors[layer])
+                for used, of in zip(indices[kept, layer].tolist(), request[kept].tolist()):
+                    hits[of] += sum(cache.state(expert) is State.F for expert in used)
+                    cache.use(used)
+            uses = np.bincount(request[kept], minlength=RULE_REQUESTS) * indices.shape[1] * indices.shape[2]
+            found = ratio_interval(hits, uses.astype(float))
+            rows.append(base | {
+                "kind": "rule", "rule": rule, "pool_share": share, "hit_rate": round(float(found.estimate), 5),
+                "hit_rate_ci_low": round(float(found.low), 5), "hit_rate_ci_high": round(float(found.high), 5),
+                "n_requests": RULE_REQUESTS,
+            })  # fmt: skip
+    return rows
+
+
+def rules(rows: pd.DataFrame) -> pd.DataFrame:
+    """Hit rate with interval: model, router and pool (rows) by eviction rule (columns)."""
+    mine = rows[rows["kind"] == "rule"]
+    cells = [f"{r.hit_rate:.1%} [{r.hit_rate_ci_low:.1%}, {r.hit_rate_ci_high:.1%}]" for r in mine.itertuples()]
+    return mine.assign(cell=cells).pivot(index=["model", "router", "pool_share"], columns="rule", values="cell")[
+        list(RULES)
+    ]
 
 
 def _plan_rows(base: dict, pi: np.ndarray, weights: np.ndarray, experts: int, k: int) -> jobs.Rows:
@@ -252,7 +288,7 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
     promised = (hindsight["predicted_hit_rate"] - hindsight["observed_hit_rate"]).mean()
     independent = distances(rows, INDEPENDENT)
     independent = independent[(independent["router"] == TRAINED) & (independent["ranks"] == CAUSAL)]
-    n = int(rows["n_requests"].min())
+    n = int(laws(rows)["n_requests"].min())
     ratios = plans(rows)["ratio"]
     return [
         Measured("zipmoe-cache-planner/hit-law", float(independent["total_variation"].max()), n=n,

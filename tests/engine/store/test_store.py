@@ -182,3 +182,15 @@ def test_the_slab_is_exact():
     assert memory.take(PAGE + 1).ctypes.data % PAGE == 0
     with pytest.raises(ValueError, match="used up"):
         memory.take(PAGE + 1)
+
+
+def test_from_the_shell(tmp_path, capsys):
+    from specter_lab.cli import main
+
+    out = str(tmp_path / "store")
+    assert main(["pack", "phi-nano", out, "--codec", "lz4"]) == 0
+    assert main(["verify", out, "--against", "phi-nano"]) == 0
+    assert "bit for bit those of phi-nano" in capsys.readouterr().out
+    assert main(["pack", "phi-nano", out, "--codec", "zstd"]) == 2
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "is not a store" in capsys.readouterr().err
