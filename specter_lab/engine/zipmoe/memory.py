@@ -29,9 +29,16 @@ def staging_bytes(index: Index, settings: Settings) -> int:
     sizes = sizes_of(index)
     if settings.form == RAW_COPY:
         return settings.in_flight * sizes.full
-    parts = (settings.in_flight + settings.prefetch) * (sizes.sign_mantissa + sizes.exponents)
+    parts = staged_parts(settings) * (sizes.sign_mantissa + sizes.exponents)
     longest = max(last - first for first, last in shard_bounds(index.num_weights, index.num_shards))
     return settings.in_flight * sizes.full + parts + settings.workers * longest
+
+
+def staged_parts(settings: Settings) -> int:
+    """SM and E buffers of the staging; a dropped read-ahead may still be read into while its successors are."""
+    if settings.form == RAW_COPY:
+        return 0
+    return settings.in_flight + (settings.prefetch + 1 if settings.prefetch else 0)
 
 
 def layer_budget(index: Index, settings: Settings, budget_bytes: int) -> int:
@@ -92,7 +99,7 @@ class Memory:
 def allocate(index: Index, settings: Settings, pools: Pools) -> Memory:
     """The slab for the pools of all layers and the staging, cut up."""
     sizes, layers = sizes_of(index), len(index.layers)
-    staged = 0 if settings.form == RAW_COPY else settings.in_flight + settings.prefetch
+    staged = staged_parts(settings)
     counts = {
         "full": (layers * pools.full + settings.in_flight, sizes.full),
         "sign_mantissa": (layers * (pools.compressed + pools.sign_mantissa) + staged, sizes.sign_mantissa),

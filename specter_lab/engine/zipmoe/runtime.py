@@ -319,8 +319,7 @@ class ExpertRuntime:
         cache = self._caches[following]
         votes = np.bincount(self._routers[following](hidden).numpy().ravel(), minlength=self.index.num_experts)
         wanted = [e for e in np.argsort(-votes, kind="stable").tolist() if votes[e] and cache.state(e) is State.M]
-        room = min(len(self.memory.free[part]) for part in ("sign_mantissa", "exponents"))  # a dropped read may go on
-        for expert in wanted[: min(room, self.settings.prefetch)]:
+        for expert in wanted[: self.settings.prefetch]:
             held = Held(None, self.memory.take("sign_mantissa"), self.memory.take("exponents"))
             self._ahead[following][expert] = ahead = ReadAhead(self.index.experts[following, expert], held)
             self._fetcher.read_ahead(ahead)

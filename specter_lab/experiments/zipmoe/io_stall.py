@@ -22,7 +22,7 @@ from specter_lab.experiments.zipmoe.setting import SYSTEMS, ZIP, inputs_of, pair
 from specter_lab.measure.host_speed import cpu_name
 
 FAST, SLOW = "page cache", "disk"
-REPEATS, NEW_TOKENS = 4, 32
+REPEATS, NEW_TOKENS = 3, 24
 DEMAND = "demand loading, LRU"
 inputs = inputs_of
 

@@ -15,7 +15,7 @@ from specter_lab.experiments.zipmoe import timed
 from specter_lab.experiments.zipmoe.setting import inputs_of, timed_rows
 from specter_lab.experiments.zipmoe.timed import LOAD, ZIP
 
-LENGTHS = (8, 32, 96)  # new tokens
+LENGTHS = (8, 24, 72)  # new tokens
 SYSTEMS = (LOAD, "lru", ZIP)
 REPEATS = 2
 inputs = inputs_of

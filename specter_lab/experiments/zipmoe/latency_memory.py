@@ -16,9 +16,9 @@ from specter_lab.experiments.zipmoe import timed
 from specter_lab.experiments.zipmoe.setting import BUDGET, inputs_of, timed_rows
 from specter_lab.experiments.zipmoe.timed import LOAD, ZIP
 
-SHARES = (0.125, 0.25, 0.5, 0.75)  # of the experts' BF16 bytes
+SHARES = (0.125, 0.25, 0.5)  # of the experts' BF16 bytes
 SYSTEMS = (LOAD, "lru", "lfu", ZIP)
-REPEATS, NEW_TOKENS = 3, 20
+REPEATS, NEW_TOKENS = 3, 16
 inputs = inputs_of
 
 

@@ -17,8 +17,8 @@ from specter_lab.experiments.zipmoe.timed import LOAD, ZIP
 
 BATCHES = (1, 4, 16)
 SYSTEMS = (LOAD, "lru", ZIP)
-REPEATS = 3
-NEW_TOKENS = {1: 20, 4: 10, 16: 5}
+REPEATS = 2
+NEW_TOKENS = {1: 16, 4: 8, 16: 4}
 inputs = inputs_of
 
 

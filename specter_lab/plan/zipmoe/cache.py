@@ -10,7 +10,7 @@ classical rules an expert enters the best pool, and what a pool evicts moves on 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +80,7 @@ class PoolCache:
         for expert in used.tolist():
             self._mark(expert)
 
-    def admit(self, expert: int, pinned: Container[int] = ()) -> list[Move]:
+    def admit(self, expert: int, pinned: Collection[int] = ()) -> list[Move]:
         """An expert is whole in memory; what moves because of it, in order.
 
         A move frees the place of what it leaves before the next one takes it. `pinned` experts stay as they are.
@@ -98,12 +98,12 @@ class PoolCache:
                 break
             victim = min((m for m in members if m not in pinned), key=lambda m: keys[m], default=None)
             if victim is not None and (self.rule != "rank" or keys[victim] < keys[expert]):
-                self._evict(victim, target, keys, pinned, moves)
+                self._evict(victim, target, keys, {*pinned, expert}, moves)
                 self._put(expert, target, moves)
                 break
         return moves
 
-    def _evict(self, victim: int, state: State, keys: np.ndarray, pinned: Container[int], moves: list[Move]) -> None:
+    def _evict(self, victim: int, state: State, keys: np.ndarray, pinned: Collection[int], moves: list[Move]) -> None:
         """Out of its pool, into the next one that it can become part of and that has room or something worse."""
         for target in CAN_BECOME[state]:
             members = self._members[target]

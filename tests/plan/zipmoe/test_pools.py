@@ -107,7 +107,12 @@ def test_unknown_rules_are_refused():
 def test_places_are_never_exceeded_and_moves_tell_everything(sizes, rule, calls):
     cache, mirror = PoolCache(Pools(*sizes), rule, np.full(10, 0.1)), {}
     for used in calls:
-        for move in cache.use(sorted(used)):
+        cache.observe(sorted(used))
+        moves = []
+        for expert in sorted(used):
+            moves += (mine := cache.admit(expert))
+            assert all(move.expert != expert for move in mine[:-1]), "what it lends is not taken from it"
+        for move in moves:
             assert mirror.get(move.expert, State.M) is move.before is not move.after
             mirror[move.expert] = move.after
             for state, room in zip(KEPT, sizes):
