@@ -195,7 +195,7 @@ class ExpertRuntime:
             if states[expert] is State.F:
                 whole.append((expert, held[expert].full))
                 self.report.uses[State.F] += 1
-            elif (place := self._in_place(layer, expert)) is not None:
+            elif expert not in ahead and (place := self._in_place(layer, expert)) is not None:
                 whole.append((expert, place))
                 self.report.uses["in place"] += 1
             else:
@@ -318,8 +318,10 @@ class ExpertRuntime:
             return False
         cache = self._caches[following]
         votes = np.bincount(self._routers[following](hidden).numpy().ravel(), minlength=self.index.num_experts)
-        wanted = [e for e in np.argsort(-votes, kind="stable").tolist() if votes[e] and cache.state(e) is State.M]
-        for expert in wanted[: self.settings.prefetch]:
+        ranked = [e for e in np.argsort(-votes, kind="stable").tolist() if votes[e] and cache.state(e) is State.M]
+        for expert in ranked[: self.settings.prefetch]:
+            if self._in_place(following, expert) is not None:
+                continue
             held = Held(None, self.memory.take("sign_mantissa"), self.memory.take("exponents"))
             self._ahead[following][expert] = ahead = ReadAhead(self.index.experts[following, expert], held)
             self._fetcher.read_ahead(ahead)

@@ -11,7 +11,7 @@ import torch
 
 from specter_lab.engine.store.layout import EXPERTS, read_index
 from specter_lab.engine.store.pack import pack
-from specter_lab.engine.store.reader import BUFFERED, DIRECT, warm_pages
+from specter_lab.engine.store.reader import BUFFERED, DIRECT, drop_pages, warm_pages
 from specter_lab.engine.zipmoe.baselines import PEERS, open_accelerate, open_mapped, why_not_run
 from specter_lab.engine.zipmoe.memory import PARTS, staging_bytes
 from specter_lab.engine.zipmoe.model import generate, open_store
@@ -180,8 +180,11 @@ def test_random_settings_with_a_slow_disk_lose_no_buffer(stores, reference, seed
     rng = random.Random(seed)
     settings = replace(
         PLAIN, rule=rng.choice(RULES), workers=rng.choice((1, 2, 3)), in_flight=rng.choice((1, 2, 3, 5)), prefetch=rng.choice((0, 1, 2, 4)),
-        scheduled=rng.random() < 0.5, pools=Pools(*(rng.choice((0, 1, 3, 6)) for _ in range(4))),
+        scheduled=rng.random() < 0.5, in_place=rng.random() < 0.5, pools=Pools(*(rng.choice((0, 1, 3, 6)) for _ in range(4))),
     )  # fmt: skip
+    drop_pages(stores / "qwen-nano" / "raw.bin")
+    with (stores / "qwen-nano" / "raw.bin").open("rb") as file:
+        file.read(4 * 2**20)  # some experts are resident
     with open_store(stores / "qwen-nano", 10**8, settings=settings, check=False) as served:
         runtime = served.runtime
         original = runtime.reader.read_into
