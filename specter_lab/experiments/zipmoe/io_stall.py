@@ -66,9 +66,10 @@ def plot(rows: pd.DataFrame) -> Figure:
         axis.set(title=f"{model}, widened", ylim=(0, 1))
         axis.grid(alpha=0.25, axis="y")
     for height, name in ((0.385, "the paper, fast tier"), (0.801, "the paper, slow tier")):
-        axes[0, 0].axhline(height, color="black", linewidth=0.9, linestyle=":" if height < 0.5 else "--", label=name)
+        for axis in axes[0]:
+            axis.axhline(height, color="black", linewidth=0.9, linestyle=":" if height < 0.5 else "--", label=name)
     axes[0, 0].set_ylabel("share of decoding that is stalled")
-    axes[0, 0].legend(fontsize=8)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     plt.close(figure)
     return figure
 
