@@ -204,7 +204,8 @@ class ExpertRuntime:
         order = deque(self._order(waiting, states, ahead))
         flying: dict[int, Fetch] = {}
         done_whole = [expert for expert, _ in whole if states[expert] is State.F]
-        looked = not self.settings.prefetch
+        placed = len(whole) > sum(state is State.F for state in states.values())  # the page cache serves this layer
+        looked = not self.settings.prefetch or (placed and not waiting)
         try:
             while order or flying or whole:
                 while order and len(flying) < self.settings.in_flight:

@@ -9,6 +9,7 @@ Accelerate's disk offload reads a layer's experts whole for every call; it is ti
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +98,8 @@ def _dropping(ready: Wide, ids: Tensor) -> Generation:
         step = logits.argmax(dim=-1, keepdim=True)
         seconds.append(perf_counter() - start)
         chosen.append(step)
-        del model
+        del model, logits
+        gc.collect()  # a model is a cycle: its mapping would outlive it, and mapped pages are not dropped
     return Generation(torch.cat(chosen, dim=1), tuple(seconds))
 
 
