@@ -145,9 +145,9 @@ def plot(rows: pd.DataFrame) -> Figure:
             at = [CACHES.index(c) + 0.27 * (offset - 1) for c in middle.index]
             errors = (middle - part.min().reindex(middle.index), part.max().reindex(middle.index) - middle)
             axis.bar(at, middle, 0.25, yerr=errors, capsize=3, color=COLORS[system], label=TITLES[system])
-            for x, value in zip(at, middle):
+            for x, value, top in zip(at, middle, part.max().reindex(middle.index)):
                 axis.annotate(
-                    f"{value:.0f}", (x, value), xytext=(0, 9), textcoords="offset points", ha="center", fontsize=8
+                    f"{value:.0f}", (x, top), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=8
                 )
         axis.set_xticks(range(len(CACHES)), labels=CACHES)
         axis.set(title=f"{model}, widened", xlabel="page cache", yscale="log")
