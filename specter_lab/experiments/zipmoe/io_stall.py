@@ -69,7 +69,9 @@ def plot(rows: pd.DataFrame) -> Figure:
         for axis in axes[0]:
             axis.axhline(height, color="black", linewidth=0.9, linestyle=":" if height < 0.5 else "--", label=name)
     axes[0, 0].set_ylabel("share of decoding that is stalled")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * min(2, len(models)), fontsize=8
+    )
     plt.close(figure)
     return figure
 

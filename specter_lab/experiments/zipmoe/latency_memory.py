@@ -62,7 +62,9 @@ def plot(rows: pd.DataFrame) -> Figure:
             axis.set_xticks([100 * share for share in SHARES])
             axis.grid(alpha=0.25)
         axes[0, column].set_title(f"{model}, widened")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * min(2, len(models)), fontsize=8
+    )
     plt.close(figure)
     return figure
 
