@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import fill
 
 from specter_lab.errors import NotTrained, UserError
@@ -108,6 +109,21 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--to", default=None, metavar="MODEL", help="the original (default: the zoo model's own)")
     command.set_defaults(function=_widen)
 
+    command = commands.add_parser("pack", help="compress a checkpoint's experts into a store; goes on after a kill")
+    command.add_argument("model", metavar="MODEL", help="zoo name, folder or hub id, in BF16")
+    command.add_argument("store", metavar="STORE", help="folder of the store")
+    command.add_argument("--codec", default="huffman", help="none, lz4, lz4hc, zstd, with a level as in zstd-3, or huffman "
+                         "(default)")  # fmt: skip
+    command.add_argument("--shards", type=int, default=3, help="pieces that exponents are compressed in (default: 3)")
+    command.add_argument("--raw", action="store_true", help="keep the experts as they are beside it, for in-place use "
+                         "while the page cache holds them")  # fmt: skip
+    command.set_defaults(function=_pack)
+
+    command = commands.add_parser("verify", help="check every byte of a store")
+    command.add_argument("store", metavar="STORE", help="folder of the store")
+    command.add_argument("--against", default=None, metavar="MODEL", help="compare with this checkpoint bit for bit")
+    command.set_defaults(function=_verify)
+
     command = commands.add_parser("lab", help="execute a lab notebook headless")
     command.add_argument("id", help="lab-your-model, ...")
     command.add_argument("parameters", nargs="*", metavar="NAME=VALUE", help="of the notebook")
@@ -174,6 +190,25 @@ def _widen(options: argparse.Namespace) -> None:
     from specter_lab.models.widen import widen_named
 
     widen_named(options.model, options.out, options.to)
+
+
+def _pack(options: argparse.Namespace) -> None:
+    from specter_lab.engine.store.pack import pack
+
+    if options.shards < 1:
+        raise UserError(f"exponents are cut into one piece or more, not {options.shards}: give --shards 3")
+    index = pack(options.model, Path(options.store), codec=options.codec, shards=options.shards, raw=options.raw)
+    print(
+        f"{options.store}: {len(index.experts)} experts, {index.total_bytes / 1e6:.1f} MB in {index.stored_share:.1%} of it"
+    )
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from specter_lab.engine.store.verify import verify
+
+    index = verify(Path(options.store), against=options.against)
+    print(f"{options.store}: {len(index.experts)} experts of {index.model} are whole" + (
+        f", bit for bit those of {options.against}" if options.against else ""))  # fmt: skip
 
 
 def _lab(options: argparse.Namespace) -> None:

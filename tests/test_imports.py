@@ -7,7 +7,7 @@ import pytest
 from specter_lab.paths import ROOT
 
 ORDER = ("models", "compress", "measure", "plan", "engine", "experiments")
-FOUNDATION = {"errors", "paths", "files"}  # anyone may import these; they import only each other
+FOUNDATION = {"compiled", "errors", "paths", "files"}  # anyone may import these; they import only each other
 ENTRANCES = {"cli"}  # these may import anything; nobody imports them
 ALONE = {"setup_env"}  # runs before anything is installed
 

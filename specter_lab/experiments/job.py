@@ -27,6 +27,7 @@ class Job:
     function: Callable[..., Rows]
     arguments: Mapping
     cost: float = 1.0  # expected work relative to the other jobs, for the time left
+    alone: bool = False  # it measures times: no other job runs beside it
 
 
 class WorkerLost(Exception):

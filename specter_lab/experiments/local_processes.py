@@ -31,7 +31,7 @@ def worker_count(context: Context, jobs: int) -> int:
 
 def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
     """Outcomes as they come. However it ends, Ctrl-C and closing included, no process is left behind."""
-    workers = worker_count(context, len(jobs))
+    workers = 1 if any(job.alone for job in jobs) else worker_count(context, len(jobs))
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with _one_thread_each(workers):
         pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)

@@ -25,7 +25,7 @@ from specter_lab.models.load import shown_name
 
 PACKAGES = (
     "torch", "transformers", "safetensors", "tokenizers", "numpy", "pandas", "pyarrow", "gptqmodel", "defuser", "gguf",
-    "libggml-python", "datasets", "sacrebleu",
+    "libggml-python", "datasets", "sacrebleu", "lz4", "zstandard",
 )  # fmt: skip
 MEASURING_PACKAGES = ("models", "compress", "measure", "plan", "engine")
 

@@ -163,6 +163,56 @@ EXPERIMENTS = {
             "Elephants", "Table 4", "specter_lab.experiments.elephants.table4",
             {"cpu": 1}, aliases=("cost",),
         ),
+        Experiment(
+            "zipmoe-entropy", "entropy of the bit fields and size by codec, trained weights beside two controls",
+            "ZipMoE", "entropy and size", "specter_lab.experiments.zipmoe.entropy",
+            {"cpu": 1},
+        ),
+        Experiment(
+            "zipmoe-decompression", "decompression and recovery against threads, beside the disk's bandwidth and zipnn",
+            "ZipMoE", "decompression", "specter_lab.experiments.zipmoe.decompression",
+            {"cpu": 1}, aliases=("decompression",),
+        ),
+        Experiment(
+            "zipmoe-scheduler", "makespan of the blocks against bound, optimum and simple orders, simulated",
+            "ZipMoE", "scheduler", "specter_lab.experiments.zipmoe.scheduler",
+            {"cpu": 1}, aliases=("scheduler",),
+        ),
+        Experiment(
+            "zipmoe-cache-planner", "the planner's law of hits against held-out prompts; the wrong number of experts",
+            "ZipMoE", "cache planner", "specter_lab.experiments.zipmoe.cache_planner",
+            {"cpu": 2}, aliases=("cache-planner",),
+        ),
+        Experiment(
+            "zipmoe-io-stall", "share of decoding that waits for experts, page cache and disk",
+            "ZipMoE", "I/O stall", "specter_lab.experiments.zipmoe.io_stall",
+            {"cpu": 4}, aliases=("io-stall",),
+        ),
+        Experiment(
+            "zipmoe-latency-memory", "TTFT and TPOT against the memory budget, batch 1",
+            "ZipMoE", "latency against memory", "specter_lab.experiments.zipmoe.latency_memory",
+            {"cpu": None}, aliases=("latency-memory",),
+        ),
+        Experiment(
+            "zipmoe-throughput-batch", "tokens/s against the batch",
+            "ZipMoE", "throughput against batch", "specter_lab.experiments.zipmoe.throughput_batch",
+            {"cpu": None}, aliases=("throughput-batch",),
+        ),
+        Experiment(
+            "zipmoe-latency-length", "end-to-end time against the output's length",
+            "ZipMoE", "latency against length", "specter_lab.experiments.zipmoe.latency_length",
+            {"cpu": None}, aliases=("latency-length",),
+        ),
+        Experiment(
+            "zipmoe-table1", "what the parts are worth: baseline, core, pools, planner; codec off, scheduler off",
+            "ZipMoE", "Table 1", "specter_lab.experiments.zipmoe.table1",
+            {"cpu": 5},
+        ),
+        Experiment(
+            "zipmoe-page-cache", "without the page cache, and with a warm one",
+            "ZipMoE", "page cache", "specter_lab.experiments.zipmoe.page_cache",
+            {"cpu": 6}, aliases=("page-cache",),
+        ),
     )
 }  # fmt: skip
 
@@ -180,7 +230,11 @@ LABS = {
     row.id: row
     for row in (
         Lab("lab-your-model", "a model of yours: MODEL=... QUANTIZER=... PROMPTS='mine.txt' DEPTH=16 PROFILE=...", 1),
-        Lab("lab-what-if", "sliders: another GPU, budget, depth, policy; MODEL=... PROFILE=... SLOTS=16 DEPTH=8 POLICY=specter", 4),
+        Lab(
+            "lab-what-if",
+            "sliders: another GPU, budget, depth, policy; MODEL=... PROFILE=... SLOTS=16 DEPTH=8 POLICY=specter",
+            4,
+        ),
     )
 }
 

@@ -10,10 +10,15 @@ whole; the rotary part of multi-head latent attention is left alone. Routers kee
 
 The vocabulary grows by repeating its rows: token v + n V is another name of token v. Rows left over repeat the padding
 token. Greedy decoding is unchanged, since the first of equals wins; sampling spreads a token over its names.
+
+Copies side by side are easy prey for a compressor, as trained weights never are. Where compressed size matters, `untiled`
+experts take their place: noise that sums to zero over the copies of an input makes every weight different, and the function
+is the same up to BF16's rounding.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -183,20 +188,42 @@ def widen_tensor(name: str, weight: Tensor, grown: dict[str, Axis]) -> Tensor:
     raise UserError(f"nothing is known about how '{name}' widens: add its axes to RULES in models/widen.py")
 
 
-def widened_tensors(folder: Path, small: PretrainedConfig, large: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+EXPERT = re.compile(r"experts\.\d+\.")
+
+
+def untiled(name: str, weight: Tensor, grown: dict[str, Axis], seed: int) -> Tensor:
+    """A widened expert matrix [rows, columns] plus noise as large as its weights that sums to zero over an input's copies.
+
+    Exact in real numbers; each weight is rounded to BF16 once more. The noise of a matrix depends on its name and `seed`.
+    """
+    columns = next(columns for pattern, _, columns in RULES if pattern.search(name))
+    source = grown[columns].source
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{name}/{seed}".encode()).digest()[:7]))
+    noise = torch.randn(weight.shape, generator=generator) * weight.float().std()
+    counts = source.bincount()
+    means = torch.zeros(len(weight), len(counts)).index_add_(1, source, noise) / counts
+    return (weight.float() + noise - means[:, source]).to(weight.dtype)
+
+
+def widened_tensors(
+    folder: Path, small: PretrainedConfig, large: PretrainedConfig, untile_seed: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """All weights of the widened model, one at a time; a tied head becomes one of its own."""
     grown = axes(small, large)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():
                 weight = tensors.get_tensor(name)
-                yield name, widen_tensor(name, weight, grown)
+                wide = widen_tensor(name, weight, grown)
+                noisy = untile_seed is not None and EXPERT.search(name)
+                yield name, untiled(name, wide, grown, untile_seed) if noisy else wide
                 if name == EMBEDDING and small.tie_word_embeddings:
                     yield "lm_head.weight", widen_tensor("lm_head.weight", weight, grown)
 
 
 def widen(
-    folder: Path, small: PretrainedConfig, large: PretrainedConfig, out: Path, on_bytes: Callable[[int], None] = lambda _: None
+    folder: Path, small: PretrainedConfig, large: PretrainedConfig, out: Path,
+    on_bytes: Callable[[int], None] = lambda _: None, untile_seed: int | None = None,
 ) -> None:  # fmt: skip
     """Write the widened model as a checkpoint folder, in shards, tensor by tensor; a half-written one has no index.
 
@@ -205,6 +232,7 @@ def widen(
         small, large: its config, and the one it is to become (`widened_config`).
         out: a folder that does not exist.
         on_bytes: told the bytes of every weight.
+        untile_seed: of the noise of `untiled` experts; None: copies stay copies.
 
     Raises:
         UserError: `out` exists, or a weight that no rule knows.
@@ -222,7 +250,7 @@ def widen(
         where.update(dict.fromkeys(shard, file))
         shard.clear()
 
-    for name, weight in widened_tensors(folder, small, large):
+    for name, weight in widened_tensors(folder, small, large, untile_seed):
         if held + weight.nbytes > SHARD_BYTES and shard:
             flush()
             held, number = 0, number + 1

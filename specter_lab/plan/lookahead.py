@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specter_lab.plan.compiled import compiled
+from specter_lab.compiled import compiled
 from specter_lab.plan.residency import ABSENT, Slots, release_all
 
 COLD_START = 0.2  # share of the K drafted tokens before the first boundary

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specter_lab.plan.compiled import compiled
+from specter_lab.compiled import compiled
 
 LRU, FIFO, LFU, SCORED = range(4)
 ABSENT, NONE = -1, -1

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specter_lab.plan.compiled import compiled
+from specter_lab.compiled import compiled
 from specter_lab.plan.residency import ABSENT, NONE, Slots, release, release_all, reserve, use
 from specter_lab.plan.streams import (
     ATTENTION,

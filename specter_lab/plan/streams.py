@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specter_lab.plan.compiled import compiled
+from specter_lab.compiled import compiled
 
 STREAM_NAMES = ("compute", "H2D", "D2H", "CPU", "disk")
 COMPUTE, H2D, D2H, CPU, DISK = range(len(STREAM_NAMES))

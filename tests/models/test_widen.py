@@ -121,3 +121,26 @@ def test_bad_input(tmp_path):
         widen(small.path, small.model.config, small.model.config, tmp_path)
     with pytest.raises(UserError, match="nothing is known about how 'model.layers.0.other.weight' widens"):
         widen_tensor("model.layers.0.other.weight", torch.ones(2, 2), {})
+
+
+def test_untiled_experts_compute_the_same_and_no_two_weights_are_copies(pair):
+    from specter_lab.models.load import read_config
+    from specter_lab.models.widen import EXPERT, axes, widened_tensors
+
+    small, large = pair
+    config = read_config(large.path)
+    grown = axes(small.model.config, config)
+    seen = 0
+    plain = widened_tensors(small.path, small.model.config, config)
+    for (name, tiled_weight), (_, weight) in zip(plain, widened_tensors(small.path, small.model.config, config, 0)):
+        if not EXPERT.search(name):
+            assert torch.equal(weight, tiled_weight)
+        elif ".0." in name:
+            column = "expert" if "down" in name or "w2" in name else "hidden"
+            source = grown[column].source
+            total = torch.zeros(len(weight), int(source.max()) + 1)
+            sums = [total.clone().index_add_(1, source, w.float()) for w in (weight, tiled_weight)]
+            assert (sums[0] - sums[1]).abs().max() < 0.02 * sums[1].std() * 4
+            assert len(weight.unique(dim=0)) == len(weight) and len(tiled_weight.unique(dim=0)) < len(weight)
+            seen += 1
+    assert seen

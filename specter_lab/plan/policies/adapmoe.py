@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specter_lab.plan.compiled import compiled
+from specter_lab.compiled import compiled
 from specter_lab.plan.policy import Policy, Scene, slots_without_draft
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specter_lab.plan.compiled import compiled
+from specter_lab.compiled import compiled
 from specter_lab.plan.policy import NO_LOADS, Clock, Loads, Policy, Prefetcher, Scene, Scores, slots_without_draft
 from specter_lab.plan.residency import ABSENT, SCORED, Slots
 from specter_lab.plan.serve import Ahead, Needs

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specter_lab.plan.compiled import compiled
+from specter_lab.compiled import compiled
 from specter_lab.plan.policies.specter_fast import UNSEEN, RollingPrefetch
 from specter_lab.plan.policy import Clock, Loads, Policy
 from specter_lab.plan.residency import ABSENT, Slots

@@ -1,6 +1,6 @@
 """`compiled`: machine code where Numba is installed, plain Python where it is not; the same functions either way.
 
-Machine code is kept between runs, in a folder named after the sources it was made from: Numba itself does not notice when a
+It runs without the interpreter's lock, so threads run side by side. Machine code is kept between runs, in a folder named after the sources it was made from: Numba itself does not notice when a
 function called from another file has changed.
 """
 
@@ -16,7 +16,8 @@ from specter_lab import paths
 
 Function = TypeVar("Function", bound=Callable)
 
-_SOURCES = sorted(Path(__file__).parent.glob("**/*.py"))
+_PACKAGES = ("compress", "plan")  # whose functions are compiled
+_SOURCES = sorted(file for part in _PACKAGES for file in (Path(__file__).parent / part).glob("**/*.py"))
 _DIGEST = hashlib.sha256(b"".join(file.read_bytes() for file in _SOURCES)).hexdigest()[:16]
 os.environ.setdefault("NUMBA_CACHE_DIR", str(paths.CACHE / "numba" / _DIGEST))
 
@@ -28,4 +29,4 @@ except ImportError:
         """The function as it is."""
         return function
 else:
-    compiled = njit(cache=True)
+    compiled = njit(cache=True, nogil=True)

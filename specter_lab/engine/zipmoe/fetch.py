@@ -1,0 +1,237 @@
+"""Putting experts together: one I/O thread reads SM-chunks, L workers read E-chunks, decompress and hand them on.
+
+A `Fetch` is one expert on its way. It is *ready* when its SM-chunk and all shards of its exponents are there; whatever part
+arrives last recovers what others left, so that exponents are used while they are in the cache. Errors travel with the fetch.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import numpy as np
+
+from specter_lab.compress.bitfield import exponents_of, recover, shard_bounds
+from specter_lab.compress.codecs import Codec
+from specter_lab.engine.store.layout import Key, Record, padded
+from specter_lab.engine.store.reader import Reader
+from specter_lab.engine.zipmoe.memory import Held
+
+JOIN_S = 10.0
+
+
+@dataclass
+class Fetch:
+    """One expert being put together; `held` are its buffers, of the staging or of a pool."""
+
+    record: Record
+    held: Held
+    read_sign_mantissa: bool
+    read_exponents: bool
+    borrowed: frozenset[str] = frozenset()  # parts that a pool lends
+    raw: bool = False  # the raw copy instead of bit fields: no decompression
+    waiting: set[int] = field(default_factory=set)  # shards decompressed before the SM-chunk came
+    exponents: dict[int, np.ndarray] = field(default_factory=dict)
+    left: int = 0  # shards that are not recovered
+    sign_mantissa_here: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    error: BaseException | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.record.key
+
+
+@dataclass
+class ReadAhead:
+    """Both chunks of an expert that may be needed, read and not decompressed."""
+
+    record: Record
+    held: Held
+    done: threading.Event = field(default_factory=threading.Event)
+    started: bool = False
+    dropped: bool = False
+    error: BaseException | None = None
+
+
+@dataclass
+class Counters:
+    """Seconds that threads were busy, summed over threads."""
+
+    decompress_s: float = 0.0
+    recover_s: float = 0.0
+
+
+class Fetcher:
+    """The threads; closing it ends them."""
+
+    def __init__(self, reader: Reader, codec: Codec, workers: int, give: Callable[[Held], None]) -> None:
+        """`give` frees the buffers of a read-ahead that nobody wanted; it is called under the fetcher's lock."""
+        self.reader, self.codec, self.counters = reader, codec, Counters()
+        self.ready: SimpleQueue[Fetch] = SimpleQueue()
+        self._give = give
+        self._shards: SimpleQueue[tuple[Fetch, int] | None] = SimpleQueue()
+        self._reads: deque[Fetch | ReadAhead] = deque()  # demand in front
+        self._some = threading.Condition()
+        self._closing = False
+        names = [("io", self._read_loop), *((f"worker-{i}", self._work_loop) for i in range(workers))]
+        self._threads = [threading.Thread(target=loop, name=f"zipmoe-{name}", daemon=True) for name, loop in names]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, fetch: Fetch) -> None:
+        """Begin to put an expert together; it comes out of `ready`."""
+        fetch.left = len(fetch.record.shards)
+        fetch.sign_mantissa_here = not fetch.read_sign_mantissa
+        if fetch.read_sign_mantissa or fetch.raw:
+            with self._some:
+                at = next((i for i, r in enumerate(self._reads) if isinstance(r, ReadAhead)), len(self._reads))
+                self._reads.insert(at, fetch)
+                self._some.notify()
+        if not fetch.raw:
+            for k in range(len(fetch.record.shards)):
+                self._shards.put((fetch, k))
+
+    def read_ahead(self, ahead: ReadAhead) -> None:
+        """Read an expert's chunks when there is nothing more urgent."""
+        with self._some:
+            self._reads.append(ahead)
+            self._some.notify()
+
+    def drop(self, ahead: ReadAhead) -> None:
+        """Nobody wants it: its buffers are free at once, or when the read that has begun ends."""
+        with self._some:
+            ahead.dropped = True
+            if ahead.done.is_set() or not ahead.started:
+                if not ahead.started:
+                    self._reads.remove(ahead)
+                self._give(ahead.held)
+
+    def idle(self) -> bool:
+        """Whether the I/O thread has nothing waiting."""
+        return not self._reads
+
+    def close(self) -> None:
+        """End all threads. Raises RuntimeError when one does not end in time."""
+        with self._some:
+            self._closing = True
+            self._reads.clear()
+            self._some.notify_all()
+        for _ in self._threads[1:]:
+            self._shards.put(None)
+        for thread in self._threads:
+            thread.join(JOIN_S)
+        if alive := [thread.name for thread in self._threads if thread.is_alive()]:
+            raise RuntimeError(f"{', '.join(alive)} did not end within {JOIN_S:.0f} s\n{self.stacks()}")
+
+    def stacks(self) -> str:
+        """Where every thread stands."""
+        frames = sys._current_frames()
+        return "\n".join(
+            f"{thread.name}: {'alive' if thread.is_alive() else 'ended'}\n"
+            + "".join(traceback.format_stack(frames[thread.ident])[-3:] if thread.ident in frames else [])
+            for thread in self._threads
+        )
+
+    def _read_loop(self) -> None:
+        while True:
+            with self._some:
+                while not self._reads and not self._closing:
+                    self._some.wait()
+                if self._closing:
+                    return
+                task = self._reads.popleft()
+                if isinstance(task, ReadAhead):
+                    task.started = True
+            if isinstance(task, ReadAhead):
+                self._read_both(task)
+            else:
+                self._guarded(task, self._read_raw if task.raw else self._read_sign_mantissa, task)
+
+    def _read_both(self, ahead: ReadAhead) -> None:
+        try:
+            read_exponents(self.reader, ahead.record, ahead.held.exponents)
+            self._read(ahead.record, ahead.held)
+        except BaseException as error:
+            ahead.error = error
+        with self._some:
+            ahead.done.set()
+            if ahead.dropped:
+                self._give(ahead.held)
+
+    def _read_raw(self, fetch: Fetch) -> None:
+        read_raw(self.reader, fetch.record, fetch.held.full)
+        self.ready.put(fetch)
+
+    def _read_sign_mantissa(self, fetch: Fetch) -> None:
+        self._read(fetch.record, fetch.held)
+        with fetch.lock:
+            fetch.sign_mantissa_here = True
+            early = sorted(fetch.waiting)
+            fetch.waiting.clear()
+        for k in early:
+            self._recover(fetch, k)
+
+    def _read(self, record: Record, held: Held) -> None:
+        chunk = record.sign_mantissa
+        self.reader.read_into(held.sign_mantissa[: chunk.padded_bytes], chunk.offset)
+
+    def _work_loop(self) -> None:
+        while (task := self._shards.get()) is not None:
+            fetch, k = task
+            if fetch.error is None:
+                self._guarded(fetch, self._shard, fetch, k)
+
+    def _shard(self, fetch: Fetch, k: int) -> None:
+        chunk = fetch.record.shards[k]
+        first, last = shard_bounds(fetch.record.sign_mantissa.num_bytes, len(fetch.record.shards))[k]
+        at = chunk.offset - fetch.record.shards[0].offset
+        if fetch.read_exponents:
+            self.reader.read_into(fetch.held.exponents[at : at + chunk.padded_bytes], chunk.offset)
+        start = time.perf_counter()
+        exponents = exponents_of(fetch.held.exponents[at : at + chunk.num_bytes], last - first, self.codec)
+        self.counters.decompress_s += time.perf_counter() - start
+        with fetch.lock:
+            fetch.exponents[k] = exponents
+            if not fetch.sign_mantissa_here:
+                fetch.waiting.add(k)
+                return
+        self._recover(fetch, k)
+
+    def _recover(self, fetch: Fetch, k: int) -> None:
+        n = fetch.record.sign_mantissa.num_bytes
+        first, last = shard_bounds(n, len(fetch.record.shards))[k]
+        start = time.perf_counter()
+        recover(
+            fetch.held.sign_mantissa[first:last], fetch.exponents.pop(k), fetch.held.full.view(np.uint16)[first:last]
+        )
+        self.counters.recover_s += time.perf_counter() - start
+        with fetch.lock:
+            fetch.left -= 1
+            done = fetch.left == 0
+        if done:
+            self.ready.put(fetch)
+
+    def _guarded(self, fetch: Fetch, work: Callable, *arguments) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:  # it is raised where the fetch is waited for
+            if fetch.error is None:
+                fetch.error = error
+                self.ready.put(fetch)
+
+
+def read_exponents(reader: Reader, record: Record, buffer: np.ndarray) -> None:
+    """All E-chunks of an expert at once: they lie one after the other."""
+    reader.read_into(buffer[: record.exponent_bytes], record.shards[0].offset)
+
+
+def read_raw(reader: Reader, record: Record, buffer: np.ndarray) -> None:
+    """The raw copy of an expert, whole pages."""
+    reader.read_into(buffer[: padded(record.raw.num_bytes)], record.raw.offset)

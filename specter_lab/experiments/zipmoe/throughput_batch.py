@@ -1,0 +1,69 @@
+"""zipmoe-throughput-batch: tokens/s against the number of requests decoded together (ZipMoE, throughput against batch).
+
+A batch needs the union of its requests' experts, so reading is shared among more tokens. Budget: a quarter of the experts' BF16 bytes, for every system.
+"""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.figure import Figure
+
+from specter_lab.experiments import jobs
+from specter_lab.experiments.context import Context, Measured
+from specter_lab.experiments.zipmoe import timed
+from specter_lab.experiments.zipmoe.setting import inputs_of, timed_rows
+from specter_lab.experiments.zipmoe.timed import LOAD, ZIP
+
+BATCHES = (1, 4, 16)
+SYSTEMS = (LOAD, "lru", ZIP)
+REPEATS = 2
+NEW_TOKENS = {1: 16, 4: 8, 16: 4}
+inputs = inputs_of
+
+
+def run(context: Context) -> pd.DataFrame:
+    """Rows: model x batch x system x repeat."""
+    return timed_rows(context, measure)
+
+
+def measure(model: str, digest: str, seed: int) -> jobs.Rows:
+    """All rows of one model. `digest` names what is read."""
+    rows = timed.sweep(
+        model, seed, SYSTEMS, REPEATS, [{"batch": batch} for batch in BATCHES], lambda p: NEW_TOKENS[p["batch"]]
+    )
+    return [row | {"decode_tokens_per_s": round(row["batch"] / row["tpot_ms"] * 1e3, 3)} for row in rows]
+
+
+def plot(rows: pd.DataFrame) -> Figure:
+    """Tokens/s of the decoding steps against the batch, a panel per model."""
+    models = list(dict.fromkeys(rows["model"]))
+    figure, axes = plt.subplots(
+        1, len(models), figsize=(4.6 * len(models), 3.6), squeeze=False, constrained_layout=True
+    )
+    for axis, model in zip(axes[0], models):
+        for system in SYSTEMS:
+            part = rows[(rows["model"] == model) & (rows["system"] == system)].groupby("batch")["decode_tokens_per_s"]
+            middle = part.median()
+            axis.errorbar(middle.index, middle, yerr=(middle - part.min(), part.max() - middle), marker="o", capsize=3,
+                          color=timed.COLORS[system], label=timed.TITLES[system])  # fmt: skip
+        axis.set(
+            title=f"{model}, widened",
+            xscale="log",
+            xlabel="requests decoded together",
+            ylabel="tokens/s",
+            ylim=(0, None),
+        )
+        axis.set_xticks(BATCHES, labels=[str(batch) for batch in BATCHES])
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
+    axes[0, 0].legend(fontsize=8)
+    plt.close(figure)
+    return figure
+
+
+def claims(rows: pd.DataFrame) -> list[Measured]:
+    """Smallest and largest factor over models and batches."""
+    name = "zipmoe-throughput-batch"
+    table = timed.ratios(rows, "decode_tokens_per_s", "batch", above=ZIP, below=LOAD)
+    return [*timed.extremes(f"{name}/decoder", table, "batch"), *timed.no_encoder_decoder(f"{name}/encoder-decoder")]

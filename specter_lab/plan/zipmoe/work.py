@@ -1,0 +1,75 @@
+"""What using an expert costs in each of its compression states (ZipMoE).
+
+    F  full tensor in memory             execute
+    C  SM-chunk and E-chunks in memory   decompress, recover, execute
+    S  SM-chunk in memory                read E-chunks, decompress, recover, execute
+    E  E-chunks in memory                read SM-chunk, decompress, recover, execute
+    M  nothing                           read both, ...
+
+Three kinds of machine do it: one I/O thread reads SM-chunks; L workers read E-chunks where they must, and decompress them;
+one executor recovers and executes. An expert is ready for the executor when its SM-chunk and all its E-chunks are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """Which parts of an expert are in memory."""
+
+    F = "F"
+    C = "C"
+    S = "S"
+    E = "E"
+    M = "M"
+
+    @property
+    def has_sign_mantissa(self) -> bool:
+        return self in (State.C, State.S)
+
+    @property
+    def has_exponents(self) -> bool:
+        return self in (State.C, State.E)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured seconds of every operation on one expert."""
+
+    read_sm_s: float
+    read_shard_s: float  # one E-chunk
+    decompress_s: float  # one E-chunk
+    recover_s: float  # the whole expert
+    execute_s: float  # for the tokens of one layer call
+    shards: int
+    workers: int  # L
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done before one expert has computed."""
+
+    expert: int
+    io_s: float  # of the I/O thread; 0: the SM-chunk is in memory
+    shard_s: tuple[float, ...]  # of the workers, one number per E-chunk; empty: nothing to decompress
+    execute_s: float  # of the executor
+
+    @property
+    def type_one(self) -> bool:
+        """Type-I: the SM-chunk must be read."""
+        return self.io_s > 0
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(self.shard_s)
+
+
+def work_of(expert: int, state: State, costs: Costs) -> Work:
+    """The work of one expert in a state."""
+    if state is State.F:
+        return Work(expert, 0.0, (), costs.execute_s)
+    shard_s = costs.decompress_s + (0.0 if state.has_exponents else costs.read_shard_s)
+    io_s = 0.0 if state.has_sign_mantissa else costs.read_sm_s
+    return Work(expert, io_s, (shard_s,) * costs.shards, costs.recover_s + costs.execute_s)

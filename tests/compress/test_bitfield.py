@@ -1,0 +1,96 @@
+"""The bit-field codec: every pattern, every codec, whole checkpoints, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from specter_lab.compress import bitfield
+from specter_lab.compress.codecs import CODECS, codec
+from specter_lab.errors import UserError
+from specter_lab.paths import ZOO
+
+ALL_PATTERNS = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+
+
+def same_bits(a, b):
+    return a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize("name", [*CODECS, "zstd-3", "zstd--5", "lz4hc-12"])
+@pytest.mark.parametrize("shards", [1, 3, 7])
+def test_every_pattern_comes_back(name, shards):
+    fields = bitfield.encode(ALL_PATTERNS, codec(name), shards)
+    assert len(fields.shards) == shards
+    assert same_bits(bitfield.decode(fields, codec(name)), ALL_PATTERNS)
+
+
+@pytest.mark.parametrize("model", ["qwen-nano", "phi-nano", "deepseek-nano"])
+def test_whole_checkpoints_come_back_smaller(model):
+    stored = raw = 0
+    with safe_open(ZOO / model / "model.safetensors", framework="pt") as file:
+        for name in file.keys():
+            weight = file.get_tensor(name)
+            fields = bitfield.encode(weight, codec("huffman"))
+            assert same_bits(bitfield.decode(fields, codec("huffman")), weight), name
+            stored, raw = stored + fields.stored_bytes, raw + weight.nbytes
+    assert 0.65 < stored / raw < 0.70
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 2**16 - 1), max_size=20_000), st.integers(1, 5), st.sampled_from(CODECS))
+def test_any_patterns_and_sizes(patterns, shards, name):
+    weight = torch.tensor(patterns, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    assert same_bits(bitfield.decode(bitfield.encode(weight, codec(name), shards), codec(name)), weight)
+
+
+def test_recovery_is_the_papers_formula():
+    sign_mantissa, exponents = bitfield.split(ALL_PATTERNS)
+    expected = bitfield.bit_patterns(ALL_PATTERNS)
+    assert np.array_equal(bitfield.recover_reference(sign_mantissa, exponents), expected)
+    one = bitfield.split(torch.tensor([-1.5], dtype=torch.bfloat16))  # 1 01111111 1000000
+    assert (one[0][0], one[1][0]) == (0b1_1000000, 0b01111111)
+
+
+def test_views_that_are_not_contiguous():
+    weight = ALL_PATTERNS.reshape(256, 256).t()
+    assert same_bits(bitfield.decode(bitfield.encode(weight, codec("lz4")), codec("lz4")), weight.contiguous())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8])
+def test_other_types_are_refused(dtype):
+    with pytest.raises(UserError, match=str(dtype).removeprefix("torch.")):
+        bitfield.encode(torch.ones(4, dtype=dtype), codec("zstd"))
+
+
+@pytest.mark.parametrize("name", ["zip", "zstd-23", "zstd-0", "zstd-x", "lz4-3", "huffman-1", "lz4hc-0"])
+def test_unknown_codecs_and_levels(name):
+    with pytest.raises(UserError):
+        codec(name)
+
+
+def test_shards_cover_everything_once():
+    for n in (0, 1, 4095, 4096, 4097, 786_432):
+        for shards in (1, 3, 8):
+            bounds = bitfield.shard_bounds(n, shards)
+            assert len(bounds) == shards and bounds[0][0] == 0 and bounds[-1][1] == n
+            assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
+
+
+@pytest.mark.parametrize("name", ["zstd", "huffman", "lz4"])
+def test_a_shard_of_another_size_is_refused(name):
+    shard = codec(name).compress(bytes(100))
+    with pytest.raises(Exception):
+        bitfield.exponents_of(shard, 99, codec(name))
+    with pytest.raises(ValueError):
+        bitfield.exponents_of(shard, 101, codec(name))
+
+
+def test_entropy_of_known_weights():
+    found = bitfield.field_entropies(ALL_PATTERNS)
+    assert found == {"sign": 1.0, "exponent": 8.0, "mantissa": 7.0}
+    assert bitfield.field_entropies(torch.ones(8, dtype=torch.bfloat16))["exponent"] == 0
+    gaussian = (0.02 * torch.randn(200_000, generator=torch.Generator().manual_seed(0))).bfloat16()
+    assert bitfield.field_entropies(gaussian)["exponent"] == pytest.approx(2.54, abs=0.03)

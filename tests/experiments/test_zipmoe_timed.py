@@ -1,0 +1,127 @@
+"""ZipMoE's timed experiments end to end on small stores: rows, figures, claims. Times mean nothing here; counters do."""
+
+import pandas as pd
+import pytest
+
+from specter_lab.errors import UserError
+from specter_lab.experiments.claims import NOT_RUN, Setting, claims_of, judge_all
+from specter_lab.experiments.run import context_for
+from specter_lab.experiments.zipmoe import (
+    io_stall,
+    latency_length,
+    latency_memory,
+    page_cache,
+    setting,
+    table1,
+    throughput_batch,
+)
+from specter_lab.experiments.zipmoe.timed import LOAD, ZIP
+
+SMALL = {
+    "qwen-nano": dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=32,
+                      shared_expert_intermediate_size=128),
+    "deepseek-nano": dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=32,
+                          kv_lora_rank=64),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small(out, monkeypatch):
+    """Stores of 24 MB, short history, one or two repeats."""
+    monkeypatch.setattr(setting, "WIDE", SMALL)
+    monkeypatch.setattr(setting, "HISTORY_PER_SET", 2)
+    monkeypatch.setattr(setting, "HISTORY_TOKENS", 16)
+    for cached in (setting.wide, setting.history, setting.popularity, setting.prompts):
+        cached.cache_clear()
+    yield
+    for cached in (setting.wide, setting.history, setting.popularity, setting.prompts):
+        cached.cache_clear()
+
+
+def judged(module, name, rows):
+    """Verdicts by short name; every claim of the experiment has one, and the figure can be drawn."""
+    module.plot(rows)
+    found = {v.id.split("/")[1]: v for v in judge_all(name, module.claims(rows), Setting("cpu"))}
+    assert found.keys() == {claim.id.split("/")[1] for claim in claims_of(name)}
+    return found
+
+
+def budgets_hold(rows):
+    assert (rows["slab_mb"] <= rows["budget_mb"] + 0.05).all()
+    assert (rows.loc[rows["system"] == LOAD, "hit_share"] == 0).all()
+
+
+def test_wide_models_compress_like_trained_ones():
+    ready = setting.wide("qwen-nano")
+    assert 0.65 < ready.index.stored_share < 0.68
+    assert setting.wide("qwen-nano") is ready and ready.index.expert_bytes == 6 * 512 * 32
+
+
+def test_latency_memory(monkeypatch):
+    monkeypatch.setattr(latency_memory, "SHARES", (0.25, 0.5))
+    monkeypatch.setattr(latency_memory, "REPEATS", 1)
+    monkeypatch.setattr(latency_memory, "NEW_TOKENS", 4)
+    rows = pd.DataFrame(latency_memory.measure("qwen-nano", "", 0))
+    budgets_hold(rows)
+    found = judged(latency_memory, "zipmoe-latency-memory", rows)
+    assert (
+        found["encoder-decoder-tpot@smallest"].verdict == NOT_RUN
+        and "switch-nano" in found["encoder-decoder-tpot@smallest"].why
+    )
+    hits = rows.set_index(["system", "budget_share"])["hit_share"]
+    assert hits[ZIP, 0.5] > hits[ZIP, 0.25] > 0
+
+
+def test_throughput_batch(monkeypatch):
+    monkeypatch.setattr(throughput_batch, "BATCHES", (1, 4))
+    monkeypatch.setattr(throughput_batch, "REPEATS", 1)
+    monkeypatch.setattr(throughput_batch, "NEW_TOKENS", {1: 3, 4: 3})
+    rows = pd.DataFrame(throughput_batch.measure("deepseek-nano", "", 0))
+    budgets_hold(rows)
+    judged(throughput_batch, "zipmoe-throughput-batch", rows)
+    read = rows[rows["system"] == LOAD].set_index("batch").eval("read_mb / tokens")
+    assert read[4] < read[1], "a batch shares reads"
+
+
+def test_latency_length(monkeypatch):
+    monkeypatch.setattr(latency_length, "LENGTHS", (2, 4))
+    monkeypatch.setattr(latency_length, "REPEATS", 1)
+    rows = pd.DataFrame(latency_length.measure("qwen-nano", "", 0))
+    budgets_hold(rows)
+    judged(latency_length, "zipmoe-latency-length", rows)
+
+
+def test_table1(monkeypatch):
+    monkeypatch.setattr(table1, "REPEATS", 1)
+    monkeypatch.setattr(table1, "NEW_TOKENS", 8)
+    rows = pd.DataFrame([row for model in SMALL for row in table1.measure(model, "", 0)])
+    budgets_hold(rows)
+    assert list(dict.fromkeys(rows["system"])) == list(table1.ROWS)
+    found = judged(table1, "zipmoe-table1", rows)
+    assert found["qwen-speedup@planner"].n == 1 and "codec off" in found["stages-in-order"].aside
+    read = rows.groupby("system")["read_mb"].sum()
+    assert read["core"] < 0.8 * read[LOAD] and read["planner"] < read["codec off"]
+
+
+def test_io_stall(monkeypatch):
+    monkeypatch.setattr(io_stall, "REPEATS", 1)
+    monkeypatch.setattr(io_stall, "NEW_TOKENS", 4)
+    rows = pd.DataFrame(io_stall.measure("qwen-nano", "", 0))
+    assert set(rows["tier"]) == {io_stall.FAST, io_stall.SLOW} and rows["stall_share"].between(0, 1).all()
+    judged(io_stall, "zipmoe-io-stall", rows)
+
+
+def test_page_cache(monkeypatch):
+    monkeypatch.setattr(page_cache, "REPEATS", 1)
+    monkeypatch.setattr(page_cache, "NEW_TOKENS", 3)
+    rows = pd.DataFrame(page_cache.measure("qwen-nano", "", 0))
+    assert set(rows["cache"]) == set(page_cache.CACHES)
+    rows = pd.concat([rows, pd.DataFrame([{"system": "DeepSpeed ZeRO-3", "note": "not run: absent"}])])
+    found = judged(page_cache, "zipmoe-page-cache", rows)
+    assert found["warm"].n == 1 and found["advantage-kept"].verdict == NOT_RUN
+
+
+def test_models_that_cannot_be_widened_are_refused():
+    context = context_for("zipmoe-table1", tier="cpu", seed=0, models=["dense-nano"])
+    with pytest.raises(UserError, match="MODELS="):
+        table1.inputs(context)
