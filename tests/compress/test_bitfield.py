@@ -10,7 +10,7 @@ from safetensors import safe_open
 from specter_lab.compress import bitfield
 from specter_lab.compress.codecs import CODECS, codec
 from specter_lab.errors import UserError
-from specter_lab.paths import ZOO
+from specter_lab.models.load import resolve
 
 ALL_PATTERNS = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
 
@@ -30,7 +30,7 @@ def test_every_pattern_comes_back(name, shards):
 @pytest.mark.parametrize("model", ["qwen-nano", "phi-nano", "deepseek-nano"])
 def test_whole_checkpoints_come_back_smaller(model):
     stored = raw = 0
-    with safe_open(ZOO / model / "model.safetensors", framework="pt") as file:
+    with safe_open(resolve(model) / "model.safetensors", framework="pt") as file:
         for name in file.keys():
             weight = file.get_tensor(name)
             fields = bitfield.encode(weight, codec("huffman"))

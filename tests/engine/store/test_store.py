@@ -19,7 +19,8 @@ from specter_lab.engine.store.pack import JOURNAL, pack
 from specter_lab.engine.store.reader import BUFFERED, DIRECT, Mapping, PagedMemory, Reader, drop_pages, warm_pages
 from specter_lab.engine.store.verify import verify
 from specter_lab.errors import UserError
-from specter_lab.paths import ROOT, ZOO
+from specter_lab.models.load import resolve
+from specter_lab.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +142,8 @@ def test_a_float16_checkpoint_is_refused_with_its_expert(tmp_path):
     source = tmp_path / "half"
     source.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (source / name).write_bytes((ZOO / "qwen-nano" / name).read_bytes())
-    with safe_open(ZOO / "qwen-nano" / "model.safetensors", framework="pt") as file:
+        (source / name).write_bytes((resolve("qwen-nano") / name).read_bytes())
+    with safe_open(resolve("qwen-nano") / "model.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     tensors[name] = tensors[name].to(torch.float16)

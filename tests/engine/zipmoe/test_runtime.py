@@ -17,8 +17,7 @@ from specter_lab.engine.zipmoe.memory import PARTS, staging_bytes
 from specter_lab.engine.zipmoe.model import generate, open_store
 from specter_lab.engine.zipmoe.settings import BASELINES, ZIPMOE
 from specter_lab.errors import UserError
-from specter_lab.models.load import load
-from specter_lab.paths import ZOO
+from specter_lab.models.load import load, resolve
 from specter_lab.plan.zipmoe.cache import RULES
 from specter_lab.plan.zipmoe.pools import Pools
 
@@ -163,9 +162,9 @@ def test_closing_ends_every_thread(stores):
 
 
 def test_baselines_compute_the_model(stores, reference, tmp_path):
-    mapped = logits_of(open_mapped(ZOO / "qwen-nano", stores / "qwen-nano").model, prompt())
+    mapped = logits_of(open_mapped(resolve("qwen-nano"), stores / "qwen-nano").model, prompt())
     assert torch.equal(mapped[0], reference["qwen-nano", 1][0])
-    accelerated = logits_of(open_accelerate(ZOO / "qwen-nano", tmp_path).model, prompt())
+    accelerated = logits_of(open_accelerate(resolve("qwen-nano"), tmp_path).model, prompt())
     assert same(accelerated, reference["qwen-nano", 1])
     assert all(why_not_run(peer).startswith("not run") for peer in PEERS)
 
