@@ -235,6 +235,13 @@ def test_samples_repeat_with_their_seed_only():
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_samples_do_not_depend_on_what_was_asked_before():
+    engine, used = engine_of("qwen-nano", 4), engine_of("qwen-nano", 4)
+    used.generate(TEXT, 8, temperature=1.0)  # leaves a session with deeper windows
+    texts = [one.generate(TEXT, 32, temperature=1.0, depth=3, seed=5) for one in (engine, used)]
+    assert texts[0] == texts[1]
+
+
 def test_the_table_follows_the_slots():
     engine = engine_of("qwen-nano", 2)
     engine.generate(ids_of(engine), 24, depth=4)
