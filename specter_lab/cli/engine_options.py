@@ -54,7 +54,6 @@ def load_served(options: argparse.Namespace) -> Served:
             raise UserError(f"no {name} '{getattr(options, name)}': choose {', '.join(known)}")
     if options.slots is not None and options.expert_budget is not None:
         raise UserError("--slots and --expert-budget say the same thing: give one of them")
-    print(f"loading {options.model} ...", file=sys.stderr)
     from specter_lab.engine.api import MAX_DEPTH, engine_for, in_bytes
     from specter_lab.engine.weights import load_weights
     from specter_lab.models.load import check_device
@@ -68,8 +67,9 @@ def load_served(options: argparse.Namespace) -> Served:
         in_bytes(size or 0)  # before the weights are read
     if options.device is not None:
         check_device(options.device)
+    print(f"loading {options.model} ...", file=sys.stderr)
     weights = load_weights(options.model, device=options.device)
-    slots = options.slots or weights.shape.num_experts // 2
+    slots = options.slots or max(1, weights.shape.num_experts // 2)
     budget = (
         {"expert_budget": options.expert_budget}
         if options.expert_budget

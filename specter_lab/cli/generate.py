@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,11 +32,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     prompt = _prompt(options)
-    from specter_lab.serve.write import Ask, check_ask, write
+    if not prompt.strip():
+        raise UserError("the prompt is empty: give some words to go on from")
+    from specter_lab.serve.write import Ask, check_ask, check_sampling, write
 
+    ask = Ask((), options.max_tokens, options.temperature, options.seed, tuple(options.stop))
+    check_sampling(ask)
     served = load_served(options)
     ids = served.tokenizer(prompt)["input_ids"]
-    ask = Ask(tuple(ids), options.max_tokens, options.temperature, options.seed, tuple(options.stop))
+    ask = replace(ask, ids=tuple(ids))
     check_ask(served, ask)
     start, first_s, text, piece = time.perf_counter(), None, "", None
     for piece in write(served, ask):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shutil
 from collections.abc import Sequence
 from textwrap import fill
 
@@ -86,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         prog="specter-lab", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
     )
     for command in COMMANDS.values():
-        about = fill(command.description or f"{command.help[0].upper()}{command.help[1:]}.", 100)
+        about = fill(command.description or f"{command.help[0].upper()}{command.help[1:]}.", width())
         epilog = f"examples\n{_indented(command.examples)}"
         one = commands.add_parser(command.name, help=command.help, description=about, epilog=epilog, add_help=False,
                                   **plain)  # fmt: skip
@@ -94,6 +95,11 @@ def parser() -> argparse.ArgumentParser:
         command.arguments(one)
         one.set_defaults(parser=one)
     return whole
+
+
+def width() -> int:
+    """Of what is printed: the terminal's, up to a line that reads well."""
+    return min(100, shutil.get_terminal_size().columns - 2)
 
 
 class _Help(argparse.Action):
@@ -105,7 +111,7 @@ class _Help(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_) -> None:
         lines = [f"{kind}: {', '.join(names)}" for kind, names in (self._names() if self._names else {}).items()]
-        named = "\n".join(fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+        named = "\n".join(fill(line, width(), subsequent_indent="  ", break_on_hyphens=False) for line in lines)
         parser.epilog += f"\n\n{named}" if named else ""
         parser.print_help()
         parser.exit()

@@ -50,6 +50,11 @@ def check_ask(served: Served, ask: Ask) -> None:
     if len(ask.ids) + ask.max_tokens > served.context_tokens:
         raise UserError(f"{len(ask.ids)} tokens of prompt and {ask.max_tokens} new ones are more than the {served.context_tokens} "
                         f"that fit: shorten the prompt or ask for fewer")  # fmt: skip
+    check_sampling(ask)
+
+
+def check_sampling(ask: Ask) -> None:
+    """The part of `check_ask` that needs no model."""
     if not 0 <= ask.temperature <= MAX_TEMPERATURE:
         raise UserError(f"a temperature of {ask.temperature:g} is not used here: give 0 to {MAX_TEMPERATURE:g}")
     if ask.seed is not None and ask.seed not in SEEDS:
