@@ -26,7 +26,12 @@ class Served:
 
 
 def served(engine: Engine, model: str, *, name: str | None = None, depth: int | None = None) -> Served:
-    """An engine over the zoo model, folder or hub id `model`, under the name that clients call it by (default: its own)."""
+    """An engine over the zoo model, folder or hub id `model`, under the name that clients call it by (default: its own).
+
+    Raises:
+        UserError: a depth where nothing drafts.
+    """
+    engine.check_depth(depth)
     config = engine.weights.config
     return Served(name or shown_name(model), engine, _ends(engine, model), config.max_position_embeddings, depth)
 

@@ -50,8 +50,8 @@ def run(
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_S,
                             limit_concurrency=MAX_CONNECTIONS)  # fmt: skip
     server = _Server(config, line)
-    before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGINT, signal.SIGTERM)}
-    try:  # uvicorn sends itself the signal again when all is closed: by then it has done its work
+    before = {sig: signal.signal(sig, server.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+    try:  # a signal counts from now on; uvicorn sends it to itself again when all is closed, which changes nothing then
         on_start(f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1")
         server.run(sockets=[listening])
     finally:

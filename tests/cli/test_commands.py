@@ -50,6 +50,7 @@ MISTAKES = [
     ((*NANO, "The end", "--depth", "99"), "give 0 to 16"),
     ((*NANO, "The end", "--mode", "slow"), "no mode 'slow': choose fast, paper, shared"),
     ((*NANO, "The end", "--draft", "int5"), "no draft 'int5'"),
+    ((*NANO, "The end", "--draft", "none", "--depth", "4"), "nothing drafts here"),
     ((*NANO, "The end", "--device", "tpu"), "no device 'tpu'"),
     ((*NANO, "The end", "--temperature", "-1"), "a temperature of -1"),
     ((*NANO, "The end", "--temperature", "hot"), "--temperature: 'hot' is no number"),

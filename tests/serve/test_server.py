@@ -1,5 +1,6 @@
 """Many clients, clients that hang up, keys, and servers that are told to stop."""
 
+import random
 import signal
 import socket
 import time
@@ -58,6 +59,27 @@ def test_the_line_is_bounded_and_in_order(client, url):
         stream.close()
         assert waiting.result(timeout=60).choices[0].text
     wait_for(url, 0)
+
+
+def test_many_impatient_clients(client, url):
+    """Sixteen at a time, some of whom hang up: whoever gets an answer gets the right one, and nothing is left behind."""
+    prompts = [f"{PROMPT} {word}" for word in ("the", "his", "a", "one")]
+    expected = {prompt: client.completions.create(**{**SHORT, "prompt": prompt}).choices[0].text for prompt in prompts}
+    draw = random.Random(0)
+    patience_s = [draw.choice((0.05, 0.2, 1, 30)) for _ in range(64)]
+
+    def ask(number):
+        prompt, hasty = prompts[number % 4], client.with_options(timeout=patience_s[number])
+        try:
+            return hasty.completions.create(**{**SHORT, "prompt": prompt}).choices[0].text == expected[prompt]
+        except (openai.RateLimitError, openai.APITimeoutError) as error:
+            return type(error)
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(ask, range(64)))
+    wait_for(url, 0)
+    assert set(found) == {True, openai.RateLimitError, openai.APITimeoutError}
+    assert client.completions.create(**SHORT).choices[0].text
 
 
 def test_sigterm_in_the_middle_of_a_stream_with_a_key():
