@@ -81,8 +81,9 @@ class Engine:
             stream: yield pieces (text, or lists of ids) as they are committed, and return nothing else.
 
         Raises:
-            UserError: a prompt of fewer than two tokens.
+            UserError: a prompt of fewer than two tokens, or a depth where nothing drafts.
         """
+        self.check_depth(depth)
         of_text = isinstance(prompt, str)
         ids = torch.tensor(self.tokenizer(prompt)["input_ids"]) if of_text else prompt.flatten()
         if len(ids) < 2:
@@ -94,6 +95,13 @@ class Engine:
             return self._text(pieces) if of_text else pieces
         new = [token for piece in pieces for token in piece]
         return self.tokenizer.decode(new) if of_text else torch.cat([ids.cpu(), torch.tensor(new)])[None]
+
+    def check_depth(self, depth: int | None) -> None:
+        """Raise UserError for a depth where nothing drafts."""
+        if depth and not self.draft.nbytes:
+            raise UserError(
+                f"nothing drafts here (policy '{self.policy.id}'), so there is no depth of {depth}: leave it out"
+            )
 
     def fill_slots(self) -> None:
         """Fill every free slot now, experts in order, instead of as decoding needs them."""
@@ -125,9 +133,11 @@ class Engine:
         if not fits or kept.temperature != temperature:
             tokens = SESSION_TOKENS * math.ceil(tokens / SESSION_TOKENS)  # the next, longer request may find it fits
             self.budget.taken.pop("KV cache", None)
-            self._session = new_session(self.weights.decoder, self.draft, self.target, self.ops, max_tokens=tokens, depth=depth,
-                                        temperature=temperature)  # fmt: skip
-            self.budget.take("KV cache", self._session.kv.nbytes, "ask for fewer tokens")
+            kept = self._session = None  # its memory first; and none is kept that the budget refuses
+            session = new_session(self.weights.decoder, self.draft, self.target, self.ops, max_tokens=tokens, depth=depth,
+                                  temperature=temperature)  # fmt: skip
+            self.budget.take("KV cache", session.kv.nbytes, "ask for fewer tokens")
+            self._session = session
         return self._session
 
     def _text(self, pieces: Iterator[list[int]]) -> Iterator[str]:

@@ -125,7 +125,7 @@ def decode(
         k = min(depth.next_depth(), session.depth)
         session.prepare(k)
         began = time.perf_counter()
-        session.draw(generator)
+        session.draw(generator, k)
         routed = propose(session, memory, prefetcher, k)
         with memory.watch.stretch("compute", "verify"):
             verified = session.verify(k, prefetcher.rest(memory.clock()))

@@ -71,12 +71,11 @@ class Session:
             self.position += len(piece)
         self.window[:1] = prompt[-1:]
 
-    def draw(self, generator: Generator) -> None:
-        """Fresh random numbers for a round; greedy decoding needs none."""
+    def draw(self, generator: Generator, depth: int) -> None:
+        """Fresh random numbers for a round of this depth, however deep the session's windows may be; greedy decoding needs none."""
         if self.temperature != GREEDY:
-            self.draws.copy_(
-                torch.rand(self.draws.shape, generator=generator, device=self.draws.device, dtype=torch.float64)
-            )
+            size, like = (len(self.draws), depth + 1), {"device": self.draws.device, "dtype": self.draws.dtype}
+            self.draws[:, : depth + 1] = torch.rand(size, generator=generator, **like)
 
     def prepare(self, depth: int) -> None:
         """Capture what a round of this depth needs, so that no round is slowed by it."""

@@ -11,6 +11,7 @@ from specter_lab.engine.decoder import forward, new_kv_cache
 from specter_lab.engine.host_experts import new_host_experts
 from specter_lab.engine.ops import TorchOps
 from specter_lab.engine.shape import shape_of
+from specter_lab.engine.weights import load_weights
 from specter_lab.errors import UserError
 from specter_lab.models.load import load as load_reference
 from specter_lab.models.originals import ORIGINALS
@@ -235,6 +236,13 @@ def test_samples_repeat_with_their_seed_only():
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_samples_do_not_depend_on_what_was_asked_before():
+    engine, used = engine_of("qwen-nano", 4), engine_of("qwen-nano", 4)
+    used.generate(TEXT, 8, temperature=1.0)  # leaves a session with deeper windows
+    texts = [one.generate(TEXT, 32, temperature=1.0, depth=3, seed=5) for one in (engine, used)]
+    assert texts[0] == texts[1]
+
+
 def test_the_table_follows_the_slots():
     engine = engine_of("qwen-nano", 2)
     engine.generate(ids_of(engine), 24, depth=4)
@@ -264,6 +272,22 @@ def test_budgets_are_enforced_with_numbers():
     assert [api.in_bytes(size) for size in (7, "7", "2KiB", "1.5 GB")] == [7, 7, 2048, 1_500_000_000]
     with pytest.raises(UserError, match="'many' is no size"):
         api.in_bytes("many")
+
+
+def test_a_refused_request_leaves_the_budget_as_it_was():
+    weights = load_weights("qwen-nano", device="cpu")
+    engine = api.engine_for(weights, expert_budget=4, in_slots=True, draft="none", memory_budget="5MB")
+    assert engine.generate(TEXT, 8)
+    for _ in range(2):
+        with pytest.raises(UserError, match="KV cache needs"):
+            engine.generate(TEXT, 1900)
+    assert engine.generate(TEXT, 8) and engine.budget.left_bytes >= 0
+
+
+def test_a_depth_where_nothing_drafts():
+    for how in ({"draft": "none"}, {"mode": "paper", "policy": "lru"}):
+        with pytest.raises(UserError, match="nothing drafts here"):
+            engine_of("qwen-nano", 4, **how).generate(TEXT, 8, depth=4)
 
 
 def test_what_the_engine_has_no_code_for():

@@ -75,7 +75,7 @@ def policy_choices() -> dict[str, str]:
 @lru_cache(maxsize=8)
 def traffic_of(model: str, seed: int) -> offload.Traffic:
     """The recorded windows of a model; recorded on the first call ever, which takes minutes."""
-    return offload.traffic(model, seed)
+    return offload.traffic(model, seed, progress=True)
 
 
 def setting_of(model: str, profile: str, seed: int = 0) -> Question:

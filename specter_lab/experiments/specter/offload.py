@@ -43,13 +43,13 @@ class Traffic:
     requests: Workload
 
 
-def traffic(model: str, seed: int, draft: str = "int4") -> Traffic:
+def traffic(model: str, seed: int, draft: str = "int4", *, progress: bool = False) -> Traffic:
     """Windows of `model` with a draft of that kind ("int4" or "fewer", see `plan.policy`); recorded once, then kept.
 
     Raises:
         UserError: too few long prompts, or an architecture that cannot draft with fewer experts.
     """
-    windows, priced = _windows(model, seed, draft), priced_as(model)
+    windows, priced = _windows(model, seed, draft, progress), priced_as(model)
     sets = np.array(windows.prompt_set)
     first = np.concatenate(
         [np.flatnonzero(sets == name)[:HISTORY_PER_SET] for name in dict.fromkeys(windows.prompt_set)]
@@ -77,7 +77,7 @@ def traffic_for(policy: Policy, model: str, seed: int) -> Traffic:
     return traffic(model, seed, policy.draft or "int4")
 
 
-def _windows(model: str, seed: int, draft: str) -> Windows:
+def _windows(model: str, seed: int, draft: str, progress: bool) -> Windows:
     question = routing.ask(model, POOL_PER_SET, seed)
     asked = [question.source.digest, draft, seed, PROMPT_TOKENS, NEW_TOKENS, MAX_DEPTH, SAMPLED,
              HISTORY_PER_SET + REQUESTS_PER_SET, recording_digest()]  # fmt: skip
@@ -86,11 +86,11 @@ def _windows(model: str, seed: int, draft: str) -> Windows:
     try:
         return read_windows(path, model_digest=question.source.digest)
     except UserError:  # not there yet, or damaged: recorded anew
-        write_windows(_record(question, seed, draft), path, model_digest=question.source.digest)
+        write_windows(_record(question, seed, draft, progress), path, model_digest=question.source.digest)
         return read_windows(path, model_digest=question.source.digest)
 
 
-def _record(question: routing.Question, seed: int, draft: str) -> Windows:
+def _record(question: routing.Question, seed: int, draft: str, progress: bool) -> Windows:
     target = question.source.model
     if draft == "int4":
         drafter = with_experts(target, routing.quantized(question, DRAFT, CACHE).banks)
@@ -98,8 +98,9 @@ def _record(question: routing.Question, seed: int, draft: str) -> Windows:
         drafter = with_top_k(target, max(1, target.config.num_experts_per_tok // 2))
     prompts, sets = _prompts(question)
     return record_windows(
-        target, drafter, prompts, sets, new_tokens=NEW_TOKENS, max_depth=MAX_DEPTH, temperature=SAMPLED, seed=seed
-    )
+        target, drafter, prompts, sets, new_tokens=NEW_TOKENS, max_depth=MAX_DEPTH, temperature=SAMPLED, seed=seed,
+        progress=progress,
+    )  # fmt: skip
 
 
 def _prompts(question: routing.Question) -> tuple[torch.Tensor, list[str]]:
