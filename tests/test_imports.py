@@ -1,4 +1,4 @@
-"""The one way through the house: models -> compress -> measure -> plan -> engine -> experiments."""
+"""The one way through the house: models -> compress -> measure -> plan -> engine -> experiments -> artifact."""
 
 import ast
 
@@ -6,7 +6,7 @@ import pytest
 
 from specter_lab.paths import ROOT
 
-ORDER = ("models", "compress", "measure", "plan", "engine", "experiments")
+ORDER = ("models", "compress", "measure", "plan", "engine", "experiments", "artifact")
 FOUNDATION = {"errors", "paths", "files"}  # anyone may import these; they import only each other
 ENTRANCES = {"cli"}  # these may import anything; nobody imports them
 ALONE = {"setup_env"}  # runs before anything is installed
