@@ -27,6 +27,7 @@ from specter_lab.files import write_whole
 
 FOLDER = f"{NAME}-{specter_lab.__version__}"  # what the archive unpacks to
 COMPRESSION = 6
+NO_CHECKOUT = "this is no git checkout (or git is missing): a package is made of a commit, so clone first"
 
 
 def package(out: Path = paths.OUT / "package") -> Path:
@@ -35,12 +36,14 @@ def package(out: Path = paths.OUT / "package") -> Path:
     Raises:
         UserError: this is no git checkout, it differs from its commit, or a generated document is out of date.
     """
+    if Path(_git("rev-parse", "--show-toplevel").strip()).resolve() != paths.ROOT:
+        raise UserError(NO_CHECKOUT)
     if changes := _git("status", "--porcelain"):
         raise UserError(f"{len(changes.splitlines())} files differ from the commit ({changes.split()[1]}): a package is made "
                         f"of a commit, so commit or stash them first")  # fmt: skip
     if old := stale():
         raise UserError(f"{shown(old[0])} is out of date: run `make documents` and commit")
-    date = datetime.fromisoformat(_git("log", "-1", "--format=%cI")).astimezone(UTC)
+    date = datetime.fromisoformat(_git("log", "-1", "--format=%cI").strip()).astimezone(UTC)
     names = _git("ls-files", "-z").rstrip("\0").split("\0")
     files = {name: (paths.ROOT / name).read_bytes() for name in names}
     files[PAGE.relative_to(paths.ROOT).as_posix()] = status_page().encode()
