@@ -81,7 +81,9 @@ def test_allowed_variation_is_the_rule_that_judges():
 
     claim = replace(claims_of("specter-table1")[0], kind="absolute", value=1.0, tolerance=0.02, any_weights=True)
     assert ledger.allowed(claim) == "± 2 %, trend: ± 6 %"
-    said = [judge(claim, Measured(claim.id, value), Setting("cpu")).verdict for value in (1.0199, 1.0201, 1.0599, 1.0601)]
+    said = [
+        judge(claim, Measured(claim.id, value), Setting("cpu")).verdict for value in (1.0199, 1.0201, 1.0599, 1.0601)
+    ]
     assert said == ["reproduced", "trend", "trend", "not reproduced"]
 
 
