@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from specter_lab import paths
@@ -11,15 +12,9 @@ from specter_lab.errors import UserError
 GUIDE = paths.ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- map:begin -->", "<!-- map:end -->"
 PACKAGE = paths.ROOT / "specter_lab"
-ORDER = (
-    "models",
-    "compress",
-    "measure",
-    "plan",
-    "engine",
-    "experiments",
-    "artifact",
-)  # a package imports only to its left
+# A package imports only from those to its left.
+ORDER = ("models", "compress", "measure", "plan", "engine", "experiments", "artifact")
+SENTENCE_END = re.compile(r"(?<=[\w)]{2}\.) ")
 
 
 def modules() -> list[Path]:
@@ -30,7 +25,7 @@ def modules() -> list[Path]:
 
 
 def summary(file: Path) -> str:
-    """The first sentence or line of a module's docstring.
+    """The first sentence of a module's docstring.
 
     Raises:
         UserError: it has none.
@@ -40,7 +35,7 @@ def summary(file: Path) -> str:
         raise UserError(
             f"{file.relative_to(paths.ROOT)} says nothing about itself: begin it with a docstring of one line"
         )
-    return docstring.split("\n\n")[0].replace("\n", " ")
+    return SENTENCE_END.split(docstring.split("\n\n")[0].replace("\n", " "))[0]
 
 
 def house_map() -> str:
