@@ -27,6 +27,7 @@ METADATA = "ro-crate-metadata.json"
 PROFILE = "https://w3id.org/ro/wfrun/process/0.5"
 TERMS = "https://w3id.org/ro/terms/workflow-run/context"
 LICENCE = "https://spdx.org/licenses/Apache-2.0"
+OTHER = "application/octet-stream"
 FORMATS = {
     ".csv": "text/csv", ".json": "application/json", ".png": "image/png", ".svg": "image/svg+xml",
     ".ipynb": "application/x-ipynb+json", ".gz": "application/gzip",
@@ -155,7 +156,7 @@ def _conditions(crate: ROCrate, name: str, origin: dict) -> list[ContextEntity]:
 
 def _output(crate: ROCrate, result: Result, file: str) -> ContextEntity:
     path = result.folder / file
-    properties = {"name": file, "contentSize": str(path.stat().st_size), "encodingFormat": FORMATS[path.suffix]}
+    properties = {"name": file, "contentSize": str(path.stat().st_size), "encodingFormat": FORMATS.get(path.suffix, OTHER)}
     if file in result.provenance["files"]:
         properties["sha256"] = result.provenance["files"][file]
     return _data(crate, path.relative_to(paths.ROOT).as_posix(), "File", **properties)
