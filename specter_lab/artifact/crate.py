@@ -156,7 +156,11 @@ def _conditions(crate: ROCrate, name: str, origin: dict) -> list[ContextEntity]:
 
 def _output(crate: ROCrate, result: Result, file: str) -> ContextEntity:
     path = result.folder / file
-    properties = {"name": file, "contentSize": str(path.stat().st_size), "encodingFormat": FORMATS.get(path.suffix, OTHER)}
+    properties = {
+        "name": file,
+        "contentSize": str(path.stat().st_size),
+        "encodingFormat": FORMATS.get(path.suffix, OTHER),
+    }
     if file in result.provenance["files"]:
         properties["sha256"] = result.provenance["files"][file]
     return _data(crate, path.relative_to(paths.ROOT).as_posix(), "File", **properties)

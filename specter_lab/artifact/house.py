@@ -12,7 +12,7 @@ from specter_lab.errors import UserError
 GUIDE = paths.ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- map:begin -->", "<!-- map:end -->"
 PACKAGE = paths.ROOT / "specter_lab"
-# A package imports only from those to its left.
+# A package imports only from those to its left (tests/test_imports.py); entrances like the command line come after.
 ORDER = ("models", "compress", "measure", "plan", "engine", "experiments", "artifact")
 SENTENCE_END = re.compile(r"(?<=[\w)]{2}\.) ")
 
@@ -20,8 +20,13 @@ SENTENCE_END = re.compile(r"(?<=[\w)]{2}\.) ")
 def modules() -> list[Path]:
     """Every module that has anything in it, in the order of the packages; root files first."""
     files = [file for file in PACKAGE.rglob("*.py") if file.read_text(encoding="utf-8").strip()]
-    rank = {name: number for number, name in enumerate(ORDER)}
-    return sorted(files, key=lambda file: (rank.get(file.relative_to(PACKAGE).parts[0], -1), str(file)))
+    return sorted(files, key=lambda file: (_rank(file.relative_to(PACKAGE)), str(file)))
+
+
+def _rank(inside: Path) -> int:
+    """Where a file's part of the house comes in the map."""
+    part = inside.parts[0]
+    return -1 if len(inside.parts) == 1 else ORDER.index(part) if part in ORDER else len(ORDER)
 
 
 def summary(file: Path) -> str:
