@@ -28,6 +28,7 @@ def appendix(paper: Paper) -> str:
     numbers = {row.id: f"E{number}" for number, row in enumerate(experiments, start=1)}
     on_cpu = [row for row in experiments if row.minutes.get("cpu")]
     first = min(on_cpu, key=lambda row: row.minutes["cpu"], default=None)
+    runs = [result.provenance for row in experiments for result in recorded(row.id)]
     missing = sorted({entry.experiment_id for entry in entries if entry.experiment is None})
     return TEMPLATES.get_template("appendix.md.j2").render(
         paper=paper,
@@ -38,11 +39,18 @@ def appendix(paper: Paper) -> str:
         licence=about()["license"]["text"],
         cpu_count=len(on_cpu),
         cpu_minutes=sum(row.minutes["cpu"] for row in on_cpu),
+        gpus=", ".join(sorted({run["machine"]["gpu"] for run in runs} - {None})),
+        peak=_peak([run for run in runs if not run["machine"]["gpu"]]),
         first=first and {"target": _target(first), "minutes": first.minutes["cpu"]},
         experiments=[_experiment(row, numbers[row.id]) for row in experiments],
         missing=", ".join(f"`{name}`" for name in missing),
         rows=_claims([entry for entry in entries if entry.claim.headline], numbers),
     )
+
+
+def _peak(runs: list[dict]) -> str:
+    """The most memory that a process of these runs held; empty without runs."""
+    return f"{max(run['peak_process_gib'] for run in runs):.1f} GiB" if runs else ""
 
 
 def _tally(entries: list[Entry]) -> str:
