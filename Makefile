@@ -24,7 +24,8 @@ export GPTQMODEL_CPU_WORKERS ?= 2
 export GPTQMODEL_DISABLE_PACK_EXT ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-autoawq setup-ray doctor test test-gpu reproduce-all record readme train-zoo lab clean FORCE
+.PHONY: help setup setup-autoawq setup-ray doctor test test-gpu reproduce-all record readme documents status docs \
+	package verify train-zoo lab clean FORCE
 
 help: ## this list
 	@$(BOOTSTRAP) -m specter_lab.experiments.help
@@ -54,9 +55,25 @@ record: $(STAMP) ## reproduce-all, then make the results the recorded ones and r
 	$(LAB) reproduce all $(RUN_OPTIONS)
 	$(LAB) record all --tier $(TIER)
 	$(LAB) table --readme
+	$(PY) -m specter_lab.artifact.documents
 
 readme: $(STAMP) ## refresh the claims table in README.md
 	$(LAB) table --readme
+
+documents: $(STAMP) ## refresh what is generated: appendices, CITATION.cff, .zenodo.json, the map in CONTRIBUTING.md
+	$(PY) -m specter_lab.artifact.documents
+
+status: $(STAMP) ## one HTML page with every claim: paper, ours, verdict, run (artifacts/status.html)
+	$(PY) -m specter_lab.artifact.status
+
+docs: $(STAMP) ## the API reference, from the docstrings (artifacts/docs/index.html, 1 minute)
+	$(PY) -m specter_lab.artifact.reference
+
+package: $(STAMP) ## one archive with everything, the same bytes for the same commit (artifacts/package)
+	$(PY) -m specter_lab.artifact.package
+
+verify: $(STAMP) ## checksums, provenance, and every verdict judged again from its rows (1 minute)
+	$(PY) -m specter_lab.artifact.verify
 
 train-zoo: $(STAMP) ## train the models of data/zoo again (needs a GPU; TOY=1: a trial anywhere)
 	$(PY) -m specter_lab.models.zoo.corpus $(if $(TOY),--size toy --out $(TOY_DIR)/corpus)
@@ -70,7 +87,7 @@ lab: $(STAMP) ## open the notebooks in JupyterLab
 	$(PY) -m jupyter lab notebooks
 
 clean: ## remove your results and all caches; the environments stay
-	rm -rf artifacts/results artifacts/cache .pytest_cache
+	rm -rf artifacts/results artifacts/cache artifacts/docs artifacts/package artifacts/status.html .pytest_cache
 	find specter_lab tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One rule for every experiment id and alias of specter_lab/experiments/registry.py.

@@ -21,7 +21,8 @@ from specter_lab.paths import CLAIMS, ROOT
 
 TOP_LEVEL = {
     "notebooks", "specter_lab", "artifacts", "data", "environment.yml", "Makefile", "tests", "README.md",
-    "pyproject.toml", "requirements.lock", "LICENSE", "NOTICE", "CITATION.cff", ".gitignore", ".ci",
+    "pyproject.toml", "requirements.lock", "LICENSE", "NOTICE", "CITATION.cff", ".zenodo.json",
+    "CONTRIBUTING.md", "CHANGELOG.md", "Containerfile", ".gitignore", ".ci",
 }  # fmt: skip
 RAY_LOCK = ROOT / "specter_lab" / "experiments" / "ray.lock"  # what `make setup-ray` adds
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

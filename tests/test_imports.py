@@ -1,12 +1,12 @@
-"""The one way through the house: models -> compress -> measure -> plan -> engine -> serve -> experiments."""
+"""The one way through the house: models -> compress -> measure -> plan -> engine -> serve -> experiments -> artifact."""
 
 import ast
 
 import pytest
 
+from specter_lab.artifact.house import ORDER
 from specter_lab.paths import ROOT
 
-ORDER = ("models", "compress", "measure", "plan", "engine", "serve", "experiments")
 FOUNDATION = {"compiled", "errors", "paths", "files"}  # anyone may import these; they import only each other
 ENTRANCES = {"cli"}  # these may import anything; nobody imports them
 ALONE = {"setup_env"}  # runs before anything is installed

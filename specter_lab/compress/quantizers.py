@@ -7,9 +7,9 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 from gguf import GGMLQuantizationType as GgmlType
 from torch import Tensor
 
-from specter_lab.compress import coverage, external, gptq, rtn
+from specter_lab.compress import coverage, external, gptq
 from specter_lab.compress.cache import build_once
 from specter_lab.compress.calibration import digest_of
 from specter_lab.compress.coverage import Coverage, of_counts
@@ -25,39 +25,17 @@ from specter_lab.compress.gguf import fallbacks, write_gguf
 from specter_lab.compress.gptq import DAMP
 from specter_lab.compress.gptq_checkpoint import write_gptq
 from specter_lab.compress.grid import GROUP, CodedBank
+from specter_lab.compress.quantizer import Outcome, Quantizer
 from specter_lab.compress.report import Report, write_report
 from specter_lab.compress.sequential import quantize_in_order
 from specter_lab.errors import UserError
-from specter_lab.models.experts import read_banks
 from specter_lab.models.load import LoadedModel
 
 HERE = Path(__file__).parent
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a quantiser has to say beside the checkpoint it wrote."""
-
-    coverage: Coverage | None  # None: calibration was not used
-    fallbacks: tuple[str, ...]  # one sentence each
-
-
-@dataclass(frozen=True)
-class Quantizer:
-    """One row of the registry."""
-
-    name: str
-    bits: int
-    parameters: dict  # all that changes the result, beside model and calibration
-    packages: tuple[str, ...]  # whose versions change the result
-    write: Callable[[LoadedModel, Tensor, Path], Outcome]  # (source, calibration ids [N, T], existing folder)
-    job: str | None = None  # name in `compress.external` of a quantiser that runs as a process of its own
-
-
-def _write_rtn(source: LoadedModel, _ids: Tensor, folder: Path, *, bits: int) -> Outcome:
-    banks = (rtn.quantize_bank(bank, bits) for bank in read_banks(source.model))
-    write_gptq(source, banks, bits, GROUP, "specter_lab round-to-nearest", folder)
-    return Outcome(None, ())
+# Files of this folder that define QUANTIZERS of their own, in the order tables show them.
+FAMILIES = ("rtn",)
 
 
 def _write_gptq_batched(source: LoadedModel, ids: Tensor, folder: Path, *, bits: int) -> Outcome:
@@ -88,11 +66,6 @@ def _write_outside(source: LoadedModel, ids: Tensor, folder: Path, *, job: str, 
     rounded = [f"{len(report.fallback)} matrices rounded to nearest, e.g. {name}" for name in report.fallback[:1]]
     covered = of_counts(counts, report.calibration_tokens, fallback="rounded to nearest")
     return Outcome(covered, (report.notes, *rounded))
-
-
-def _rtn(bits: int) -> Quantizer:
-    parameters = {"group": GROUP, "symmetric": True}
-    return Quantizer(f"rtn-int{bits}", bits, parameters, ("torch",), partial(_write_rtn, bits=bits))
 
 
 def _gptq_batched(bits: int) -> Quantizer:
@@ -127,7 +100,7 @@ QUANTIZERS = {
         _awq("autoawq-int4", "autoawq", ("autoawq", "torch", "transformers")),
         _gguf(GgmlType.Q8_0, 8), _gguf(GgmlType.Q6_K, 6), _gguf(GgmlType.Q5_K, 5), _gguf(GgmlType.Q4_K, 4),
         _gguf(GgmlType.Q4_0, 4), _gguf(GgmlType.Q3_K, 3), _gguf(GgmlType.Q2_K, 2),
-        _rtn(8), _rtn(4), _rtn(3), _rtn(2),
+        *(row for name in FAMILIES for row in import_module(f"specter_lab.compress.{name}").QUANTIZERS),
     )
 }  # fmt: skip
 

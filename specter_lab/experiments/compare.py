@@ -31,9 +31,9 @@ def comparison(experiment: str, tier: str) -> pd.DataFrame:
         table.append(
             {
                 "claim": claim.text,
-                "paper": _papers_value(claim),
-                "recorded": _ours(recorded),
-                "yours": _ours(yours),
+                "paper": papers_value(claim),
+                "recorded": our_value(recorded),
+                "yours": our_value(yours),
                 "verdict": shown.verdict if shown else NOT_RUN,
                 "why": shown.why if shown else "nobody has run it yet",
             }
@@ -58,7 +58,7 @@ def headline_table() -> pd.DataFrame:
         aside = f"; {found.aside}" if found and found.aside else ""
         counts = Counter(recorded[claim.id].verdict if claim.id in recorded else NOT_RUN for claim in claims)
         table.append({
-            "claim": claim.text, "command": command, "paper": _papers_value(claim), "ours": _ours(found) + aside,
+            "claim": claim.text, "command": command, "paper": papers_value(claim), "ours": our_value(found) + aside,
             "verdict": found.verdict if found else NOT_RUN,
             "all its claims": ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]),
         })  # fmt: skip
@@ -106,7 +106,8 @@ def _verdicts(experiment: str, tier: str, root: Path) -> dict[str, Verdict]:
     return {verdict.id: verdict for verdict in result.verdicts} if result else {}
 
 
-def _papers_value(claim: Claim) -> str:
+def papers_value(claim: Claim) -> str:
+    """What a paper says of a claim: its number, its bound, or an order."""
     if claim.kind == "ordering":
         return "in this order"
     if claim.value is not None:
@@ -117,7 +118,8 @@ def _papers_value(claim: Claim) -> str:
     return f">= {low}" if claim.at_most is None else f"<= {high}" if claim.at_least is None else f"{low} to {high}"
 
 
-def _ours(verdict: Verdict | None) -> str:
+def our_value(verdict: Verdict | None) -> str:
+    """What was found, with interval and n, and whether it is simulated."""
     if verdict is None:
         return NOTHING
     shown = in_unit(verdict.ours, verdict.unit)
