@@ -23,7 +23,9 @@ TOP_LEVEL = {
     "notebooks", "specter_lab", "artifacts", "data", "environment.yml", "Makefile", "tests", "README.md",
     "pyproject.toml", "requirements.lock", "LICENSE", "NOTICE", "CITATION.cff", ".gitignore", ".ci",
 }  # fmt: skip
+LAB_PREFIXES = ("00-", "lab-")
 RAY_LOCK = ROOT / "specter_lab" / "experiments" / "ray.lock"  # what `make setup-ray` adds
+BROWSER_LOCK = ROOT / "tests" / "browser" / "browser.lock"  # what `make test-browser` adds
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".ipynb", ".cff", ".json", ".csv", ".lock", ".txt", ""}
 MACHINE_PATH = re.compile(r"(?<![\w.~])/(?:work|root|home|Users|opt|tmp)/\w")
@@ -65,10 +67,15 @@ def test_ids_are_the_same_everywhere():
 
 
 def test_labs_are_told_apart_by_their_prefix_and_claim_nothing():
-    lab_targets = set(re.findall(r"^  (lab-\S+)", help_text(), flags=re.MULTILINE))
-    assert {notebook.stem for notebook in NOTEBOOKS if notebook.stem.startswith("lab-")} == set(LABS) == lab_targets
-    assert not any(claim_id.startswith("lab-") for claim_id in read_claims(CLAIMS))
-    assert not any(name.startswith("lab-") for row in EXPERIMENTS.values() for name in (row.id, *row.aliases))
+    lab_targets = set(re.findall(r"^  ((?:lab|00)-\S+)", help_text(), flags=re.MULTILINE))
+    notebooks = {notebook.stem for notebook in NOTEBOOKS if notebook.stem.startswith(LAB_PREFIXES)}
+    assert notebooks == set(LABS) == lab_targets
+    assert not any(claim_id.startswith(LAB_PREFIXES) for claim_id in read_claims(CLAIMS))
+    assert not any(name.startswith(LAB_PREFIXES) for row in EXPERIMENTS.values() for name in (row.id, *row.aliases))
+
+
+def test_the_course_begins_with_the_first_notebook_of_the_folder():
+    assert NOTEBOOKS[0].stem == next(iter(LABS)) == "00-start-here"
 
 
 def test_every_experiment_has_claims_and_known_tiers():
@@ -110,7 +117,7 @@ def test_conda_installs_the_same_pins():
 def test_ranges_admit_the_pins():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = project["dependencies"] + [line for extra in project["optional-dependencies"].values() for line in extra]
-    locked = pins() | pins(RAY_LOCK)
+    locked = pins() | pins(RAY_LOCK) | pins(BROWSER_LOCK)
     for line in ranges:
         requirement = Requirement(line)
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), line
