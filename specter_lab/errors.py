@@ -7,3 +7,7 @@ class UserError(Exception):
     The message is one sentence that names the thing at fault and the way out;
     the command line prints it without a stack trace and exits with status 2.
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the sentence, without the stack trace."""
+        return [f"{type(self).__name__}: {self}"]

@@ -143,7 +143,21 @@ def test_notebook_is_clean_and_takes_parameters(notebook):
     parameters = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
     assert len(parameters) == 1
     names = set(re.findall(r"^(\w+) = ", "".join(parameters[0]["source"]), flags=re.MULTILINE))
-    assert {"model", "seed"} <= names if notebook.stem in LABS else {"tier", "seed", "models"} <= names
+    if notebook.stem in LABS:
+        assert {"model", "seed"} <= names
+    else:
+        assert {"tier", "seed", "models", "recompute"} <= names
+        assert sum("recompute=recompute" in "".join(cell["source"]) for cell in code) == 1
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "artifacts" / "recorded").glob("*/*")), ids=lambda f: f.parent.name)
+def test_a_notebook_opens_with_its_recorded_figure(folder):
+    """On any machine, before anything has run: a link to the picture is among the first cells."""
+    cells = json.loads((ROOT / "notebooks" / f"{folder.parent.name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    pictures = [f"](../artifacts/recorded/{folder.parent.name}/{tier}/figure.png)" for tier in TIERS]
+    opening = "".join("".join(cell["source"]) for cell in cells[:2])
+    assert any(picture in opening for picture in pictures), f"show {pictures[0]} in the second cell"
+    assert (folder / "figure.png").exists()
 
 
 def test_readme_is_short_and_shows_the_recorded_results():

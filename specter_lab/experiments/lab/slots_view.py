@@ -185,7 +185,7 @@ def _held(filmed: Film, moment: Moment, now_ms: float) -> np.ndarray:
 
 def show(filmed: Film) -> widgets.IntSlider:
     """The film, with a slider and a play button; returns the slider."""
-    return player(lambda picture: [draw(filmed, float(filmed.times_ms[picture]))], last=PICTURES - 1, label="time")
+    return player(lambda picture: [draw(filmed, float(filmed.times_ms[picture]))], last=PICTURES - 1, label="picture")
 
 
 def draw(filmed: Film, at_ms: float) -> Figure:

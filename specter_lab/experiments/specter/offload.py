@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from multiprocessing import parent_process
 
 import numpy as np
 import torch
@@ -98,8 +99,9 @@ def _record(question: routing.Question, seed: int, draft: str) -> Windows:
         drafter = with_top_k(target, max(1, target.config.num_experts_per_tok // 2))
     prompts, sets = _prompts(question)
     return record_windows(
-        target, drafter, prompts, sets, new_tokens=NEW_TOKENS, max_depth=MAX_DEPTH, temperature=SAMPLED, seed=seed
-    )
+        target, drafter, prompts, sets, new_tokens=NEW_TOKENS, max_depth=MAX_DEPTH, temperature=SAMPLED, seed=seed,
+        progress=parent_process() is None,  # in a worker the bar of the whole run is the one to see
+    )  # fmt: skip
 
 
 def _prompts(question: routing.Question) -> tuple[torch.Tensor, list[str]]:
