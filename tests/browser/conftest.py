@@ -38,15 +38,14 @@ def lab(tmp_path_factory):
     """Address of a running JupyterLab over a copy of the notebooks."""
     root = tmp_path_factory.mktemp("project")
     shutil.copytree(paths.ROOT / "notebooks", root / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    (root / "artifacts").symlink_to(paths.ROOT / "artifacts")
+    shutil.copytree(paths.ROOT / "artifacts" / "recorded", root / "artifacts" / "recorded")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = os.environ | {
-        "JUPYTER_CONFIG_PATH": str(CONFIG),
-        "JUPYTER_TOKEN": TOKEN,
-        "PYTHONPATH": str(paths.ROOT),
-    }
+        "JUPYTER_CONFIG_PATH": str(CONFIG), "JUPYTER_TOKEN": TOKEN, "PYTHONPATH": str(paths.ROOT),
+        "JUPYTERLAB_WORKSPACES_DIR": str(root / "workspaces"), "JUPYTERLAB_SETTINGS_DIR": str(root / "settings"),
+    }  # fmt: skip
     options = [f"--ServerApp.root_dir={root}", f"--port={port}", "--no-browser", "--LabApp.expose_app_in_browser=True"]
     with (root / "server.log").open("w") as log:
         server = subprocess.Popen(
@@ -130,7 +129,7 @@ def tab(lab, chromium):
         tab = Tab(page, name)
         page.on("console", lambda message: tab.errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: tab.errors.append(str(error)))
-        page.goto(f"{lab}/lab/tree/notebooks/{name}.ipynb?token={TOKEN}", timeout=START_S * 1000)
+        page.goto(f"{lab}/lab/tree/notebooks/{name}.ipynb?reset&token={TOKEN}", timeout=START_S * 1000)
         page.wait_for_function(
             "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'",
             timeout=START_S * 1000,

@@ -121,12 +121,8 @@ class _Notes:
                 self._verification(needs)
                 return ahead(needs)
 
-            prefetcher.begin, prefetcher.drafted, prefetcher.finish, prefetcher.ahead = (
-                at_begin,
-                at_drafted,
-                at_finish,
-                at_ahead,
-            )
+            prefetcher.begin, prefetcher.drafted = at_begin, at_drafted
+            prefetcher.finish, prefetcher.ahead = at_finish, at_ahead
             return prefetcher
 
         return make
