@@ -172,3 +172,9 @@ def test_the_notebook_takes_what_a_question_is_made_of():
     assert (
         set(parameters) == {"model", "profile", "slots", "depth", "seed"} and parameters["profile"] in profile_names()
     )
+
+
+@pytest.mark.parametrize("control", what_if.CONTROLS)
+def test_a_round_is_found_again_whoever_sets_the_depth(start, control):
+    filmed = slots_view.film(replace(start, control=control))
+    assert filmed.end_ms > filmed.start_ms and filmed.needed.any()
