@@ -119,7 +119,7 @@ class Tab:
 
 
 @pytest.fixture
-def tab(lab, chromium):
+def tab(chromium, lab):
     """Opens notebooks by name; their kernels end with the test."""
     context = chromium.new_context(viewport=WINDOW)
     opened = []

@@ -7,7 +7,7 @@ from tests.browser.conftest import START_S, TOKEN
 pytestmark = pytest.mark.browser
 
 
-def test_the_lab_opens_at_the_first_notebook_and_asks_nothing(lab, chromium):
+def test_the_lab_opens_at_the_first_notebook_and_asks_nothing(chromium, lab):
     context = chromium.new_context()
     page = context.new_page()
     page.goto(f"{lab}/?token={TOKEN}", timeout=START_S * 1000)
@@ -23,7 +23,7 @@ def test_the_lab_opens_at_the_first_notebook_and_asks_nothing(lab, chromium):
     context.close()
 
 
-def test_a_stranger_is_not_let_in(lab, chromium):
+def test_a_stranger_is_not_let_in(chromium, lab):
     page = chromium.new_page()
     page.goto(f"{lab}/lab", timeout=START_S * 1000)
     assert "/login" in page.url
