@@ -6,6 +6,7 @@ LOCK := requirements.lock
 STAMP := .venv/.stamp
 AUTOAWQ_LOCK := specter_lab/compress/autoawq.lock
 RAY_LOCK := specter_lab/experiments/ray.lock
+BROWSER_LOCK := tests/browser/browser.lock
 TOY_DIR := artifacts/cache/toy
 
 BOOTSTRAP := $(or $(shell command -v python3 2>/dev/null),$(shell command -v python 2>/dev/null),\
@@ -17,6 +18,9 @@ RUN_OPTIONS = --tier $(TIER) --seed $(SEED) $(if $(FRESH),--fresh) $(if $(MODELS
 	$(if $(RUNNER),--runner $(RUNNER))
 LAB_PARAMETERS := MODEL QUANTIZER PROMPTS REQUESTS MAX_TOKENS DEPTH PROFILE MEMORY_GB POLICY SLOTS CONTROL
 
+BROWSER = $(strip $(foreach name,chromium chromium-browser google-chrome google-chrome-stable,$(shell command -v $(name))))
+APT_GET := apt-get update -qq && apt-get
+
 export PYTHON TORCH_INDEX
 export PYTHONPATH := $(CURDIR)
 export PYTHONUTF8 := 1
@@ -24,7 +28,7 @@ export GPTQMODEL_CPU_WORKERS ?= 2
 export GPTQMODEL_DISABLE_PACK_EXT ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-autoawq setup-ray doctor test test-gpu reproduce-all record readme documents status docs \
+.PHONY: help setup setup-autoawq setup-ray doctor test test-gpu test-browser reproduce-all record readme documents status docs \
 	package verify train-zoo lab clean FORCE
 
 help: ## this list
@@ -47,6 +51,12 @@ test: $(STAMP) ## the whole test suite; ARGS="-k name" for a part of it
 
 test-gpu: $(STAMP) ## the tests that need a CUDA GPU
 	$(PY) -m pytest -m gpu $(ARGS)
+
+test-browser: $(STAMP) ## every notebook in JupyterLab in a real browser, installed if it can be; ARGS="-k hit-rate" for one
+	@$(SETUP) --lock $(BROWSER_LOCK) --stamp .stamp-browser
+	@$(if $(BROWSER),,$(APT_GET) install -y -qq --no-install-recommends chromium || { echo "test-browser: no browser here, \
+	and it could not be installed: install Chromium (on Debian: sudo apt-get install chromium), then run this again" >&2; exit 1; })
+	$(PY) -m pytest -m browser tests/browser $(ARGS)
 
 reproduce-all: $(STAMP) ## every figure and table of the tier
 	$(LAB) reproduce all $(RUN_OPTIONS)
@@ -83,8 +93,8 @@ train-zoo: $(STAMP) ## train the models of data/zoo again (needs a GPU; TOY=1: a
 	$(PY) -m specter_lab.models.zoo.pairs $(if $(TOY),--out $(TOY_DIR)/translation)
 	$(PY) -m specter_lab.models.zoo.train_translation $(if $(TOY),--toy --pairs $(TOY_DIR)/translation --out $(TOY_DIR)/zoo)
 
-lab: $(STAMP) ## open the notebooks in JupyterLab
-	$(PY) -m jupyter lab notebooks
+lab: $(STAMP) ## open the notebooks in JupyterLab, at 00-start-here; ARGS="--port 9000 --no-browser"
+	@JUPYTER_CONFIG_PATH="$(CURDIR)/specter_lab/experiments/lab/jupyter:$$JUPYTER_CONFIG_PATH" $(PY) -m jupyter lab $(ARGS)
 
 clean: ## remove your results and all caches; the environments stay
 	rm -rf artifacts/results artifacts/cache artifacts/docs artifacts/package artifacts/status.html .pytest_cache
@@ -98,8 +108,8 @@ record-%: $(STAMP)
 	$(LAB) record $* --tier $(TIER)
 
 # One rule for every lab notebook: make lab-your-model MODEL=path/to/checkpoint PROMPTS=mine.txt
-lab-%: $(STAMP)
-	$(LAB) lab lab-$* $(foreach name,$(LAB_PARAMETERS),$(if $($(name)),"$(name)=$($(name))")) \
+lab-% 00-%: $(STAMP)
+	$(LAB) lab $@ $(foreach name,$(LAB_PARAMETERS),$(if $($(name)),"$(name)=$($(name))")) \
 		$(if $(filter-out 0,$(SEED)),seed=$(SEED))
 
 # The script compares the stamp with the lock file itself, so it is asked every time; that takes 0.1 s.

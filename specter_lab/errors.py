@@ -8,6 +8,9 @@ class UserError(Exception):
     the command line prints it without a stack trace and exits with status 2.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the sentence, without the stack trace."""
+        return [f"{type(self).__name__}: {self}"]
 
 class NotTrained(UserError):
     """A model of the project's own that has to be trained before it can be used."""

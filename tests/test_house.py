@@ -24,7 +24,9 @@ TOP_LEVEL = {
     "pyproject.toml", "requirements.lock", "LICENSE", "NOTICE", "CITATION.cff", ".zenodo.json",
     "CONTRIBUTING.md", "CHANGELOG.md", "Containerfile", ".gitignore", ".ci",
 }  # fmt: skip
+LAB_PREFIXES = ("00-", "lab-")
 RAY_LOCK = ROOT / "specter_lab" / "experiments" / "ray.lock"  # what `make setup-ray` adds
+BROWSER_LOCK = ROOT / "tests" / "browser" / "browser.lock"  # what `make test-browser` adds
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".ipynb", ".cff", ".json", ".csv", ".lock", ".txt", ""}
 MACHINE_PATH = re.compile(r"(?<![\w.~])/(?:work|root|home|Users|opt|tmp)/\w")
@@ -39,6 +41,13 @@ def project_files():
     if done.returncode != 0:
         pytest.skip("not a git checkout")
     return [ROOT / name for name in done.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def as_in_git(file):
+    """What git would commit: a reader's own copy, saved by JupyterLab with its outputs, is the reader's business."""
+    git = shutil.which("git")
+    done = git and subprocess.run([git, "show", f":./{file.relative_to(ROOT)}"], cwd=ROOT, capture_output=True)
+    return done.stdout.decode() if done and done.returncode == 0 else file.read_text(encoding="utf-8")
 
 
 def pins(lock=ROOT / "requirements.lock"):
@@ -66,10 +75,15 @@ def test_ids_are_the_same_everywhere():
 
 
 def test_labs_are_told_apart_by_their_prefix_and_claim_nothing():
-    lab_targets = set(re.findall(r"^  (lab-\S+)", help_text(), flags=re.MULTILINE))
-    assert {notebook.stem for notebook in NOTEBOOKS if notebook.stem.startswith("lab-")} == set(LABS) == lab_targets
-    assert not any(claim_id.startswith("lab-") for claim_id in read_claims(CLAIMS))
-    assert not any(name.startswith("lab-") for row in EXPERIMENTS.values() for name in (row.id, *row.aliases))
+    lab_targets = set(re.findall(r"^  ((?:lab|00)-\S+)", help_text(), flags=re.MULTILINE))
+    notebooks = {notebook.stem for notebook in NOTEBOOKS if notebook.stem.startswith(LAB_PREFIXES)}
+    assert notebooks == set(LABS) == lab_targets
+    assert not any(claim_id.startswith(LAB_PREFIXES) for claim_id in read_claims(CLAIMS))
+    assert not any(name.startswith(LAB_PREFIXES) for row in EXPERIMENTS.values() for name in (row.id, *row.aliases))
+
+
+def test_the_course_begins_with_the_first_notebook_of_the_folder():
+    assert NOTEBOOKS[0].stem == next(iter(LABS)) == "00-start-here"
 
 
 def test_every_experiment_has_claims_and_known_tiers():
@@ -111,7 +125,7 @@ def test_conda_installs_the_same_pins():
 def test_ranges_admit_the_pins():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = project["dependencies"] + [line for extra in project["optional-dependencies"].values() for line in extra]
-    locked = pins() | pins(RAY_LOCK)
+    locked = pins() | pins(RAY_LOCK) | pins(BROWSER_LOCK)
     for line in ranges:
         requirement = Requirement(line)
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), line
@@ -125,19 +139,35 @@ def test_this_environment_is_the_locked_one():
 def test_no_machine_paths():
     for file in project_files():
         if file.suffix in TEXT_SUFFIXES:
-            found = MACHINE_PATH.search(file.read_text(encoding="utf-8", errors="ignore"))
+            notebook = file.suffix == ".ipynb"
+            text = as_in_git(file) if notebook else file.read_text(encoding="utf-8", errors="ignore")
+            found = MACHINE_PATH.search(text)
             assert not found, f"{file.relative_to(ROOT)} names {found.group()}..."
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 def test_notebook_is_clean_and_takes_parameters(notebook):
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    cells = json.loads(as_in_git(notebook))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     parameters = [cell for cell in code if "parameters" in cell["metadata"].get("tags", [])]
     assert len(parameters) == 1
     names = set(re.findall(r"^(\w+) = ", "".join(parameters[0]["source"]), flags=re.MULTILINE))
-    assert {"model", "seed"} <= names if notebook.stem in LABS else {"tier", "seed", "models"} <= names
+    if notebook.stem in LABS:
+        assert {"model", "seed"} <= names
+    else:
+        assert {"tier", "seed", "models", "recompute"} <= names
+        assert sum("recompute=recompute" in "".join(cell["source"]) for cell in code) == 1
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "artifacts" / "recorded").glob("*/*")), ids=lambda f: f.parent.name)
+def test_a_notebook_opens_with_its_recorded_figure(folder):
+    """On any machine, before anything has run: a link to the picture is among the first cells."""
+    cells = json.loads((ROOT / "notebooks" / f"{folder.parent.name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    pictures = [f"](../artifacts/recorded/{folder.parent.name}/{tier}/figure.png)" for tier in TIERS]
+    opening = "".join("".join(cell["source"]) for cell in cells[:2])
+    assert any(picture in opening for picture in pictures), f"show {pictures[0]} in the second cell"
+    assert (folder / "figure.png").exists()
 
 
 def test_readme_is_short_and_shows_the_recorded_results():

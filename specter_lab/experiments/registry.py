@@ -221,7 +221,7 @@ EXPERIMENTS = {
 class Lab:
     """A notebook to work in. It measures what you give it, so it has no claims; `id` names its make target as well."""
 
-    id: str  # begins with "lab-"
+    id: str  # begins with "lab-", but for the first one of the course, which begins with "00-" and so stands above all
     title: str
     minutes: int  # with the notebook's own parameters, on two cores
 
@@ -229,12 +229,10 @@ class Lab:
 LABS = {
     row.id: row
     for row in (
+        Lab("00-start-here", "the first ten minutes: a model, a quantised copy, one speculative round, a verdict", 1),
         Lab("lab-your-model", "a model of yours: MODEL=... QUANTIZER=... PROMPTS='mine.txt' DEPTH=16 PROFILE=...", 1),
-        Lab(
-            "lab-what-if",
-            "sliders: another GPU, budget, depth, policy; MODEL=... PROFILE=... SLOTS=16 DEPTH=8 POLICY=specter",
-            4,
-        ),
+        Lab("lab-what-if", "sliders: another GPU, budget, depth, policy; MODEL=... PROFILE=... SLOTS=16 DEPTH=8 POLICY=specter", 4),
+        Lab("lab-write-a-policy", "a policy of yours beside shipped ones; MODEL=... PROFILE=... SLOTS=16 DEPTH=8", 4),
     )
 }
 

@@ -137,7 +137,8 @@ def shown(path: Path) -> str:
 
 def _portable(notebook: Path) -> bytes:
     """An executed notebook without this machine's paths and times, its pictures small."""
-    content = json.loads(notebook.read_text(encoding="utf-8").replace(str(paths.ROOT), "."))
+    text = notebook.read_text(encoding="utf-8").replace(str(paths.ROOT), ".")
+    content = json.loads(text.replace("](../artifacts/recorded/", "](../../../recorded/"))  # as seen from a result's folder
     _shrink_pictures(content)
     for part in (content, *content["cells"]):
         part["metadata"].pop("papermill", None)

@@ -54,17 +54,20 @@ def run(
     return results.write(context.experiment, context.folder_name, rows, verdicts, module.plot(rows), provenance, extra)
 
 
-def load_or_run(experiment: str, *, tier: str = "cpu", seed: int = 0, models: Sequence[str] = ()) -> Result:
+def load_or_run(
+    experiment: str, *, tier: str = "cpu", seed: int = 0, models: Sequence[str] = (), recompute: bool = False
+) -> Result:
     """What a notebook shows: your result for this tier, seed and models, else the recorded one, else a run of minutes.
 
-    `result.origin` says which it is. Code and inputs may have moved on since; `run` is the one that checks them.
+    `result.origin` says which it is. Code and inputs may have moved on since; `run` is the one that checks them, and what
+    `recompute` asks for: what you have measured of the same question is kept, the recorded result is not looked at.
 
     Raises:
         UserError: as `run`.
     """
     context = context_for(experiment, tier=tier, seed=seed, models=models)
     shown = [shown_name(model) for model in context.models]
-    for root in (paths.RESULTS, paths.RECORDED):
+    for root in () if recompute else (paths.RESULTS, paths.RECORDED):
         result = results.read(context.experiment, context.folder_name, root)
         if result and (result.provenance.get("seed"), result.provenance.get("models")) == (seed, shown):
             return result

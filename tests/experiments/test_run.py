@@ -1,16 +1,19 @@
 """A toy experiment from the command to the executed notebook, and what the command line says when it cannot."""
 
+import shutil
 import subprocess
 import sys
 
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 from specter_lab import paths
 from specter_lab.cli import main
 from specter_lab.errors import UserError
 from specter_lab.experiments import compare, provenance, results, runner
-from specter_lab.experiments.run import run
+from specter_lab.experiments.run import load_or_run, run
 from tests.experiments.toy import started
 
 PARAMETERS = """
@@ -155,3 +158,34 @@ def test_readme_table_is_replaced_between_its_markers(tmp_path):
     readme.write_text("no markers")
     with pytest.raises(UserError, match="README.md has no lines"):
         compare.update_readme(readme)
+
+
+def test_a_notebook_shows_what_there_is_until_it_is_told_to_recompute(log):
+    yours = run("toy-squares")
+    nbformat.write(nbformat.v4.new_notebook(), log.parent / "empty.ipynb")
+    results.add_notebook(yours, log.parent / "empty.ipynb")
+    recorded = results.record("toy-squares", "cpu")
+    shutil.rmtree(yours.folder)
+    assert load_or_run("toy-squares").origin == recorded.origin == "recorded"
+    assert sum(started(log).values()) == 4
+    again = load_or_run("toy-squares", recompute=True)
+    assert again.origin == "yours" and load_or_run("toy-squares").origin == "yours"
+    assert load_or_run("toy-squares", recompute=True).provenance == again.provenance, "what is yours is kept"
+
+
+def test_a_recorded_figure_is_found_from_a_results_folder(log, notebook):
+    """A notebook shows the recorded figure by a relative link, and its executed copy lies elsewhere."""
+    notebook(RUN)
+    written = nbformat.read(runner.NOTEBOOKS / "toy-squares.ipynb", 4)
+    written.cells.append(nbformat.v4.new_markdown_cell("![f](../artifacts/recorded/toy-squares/cpu/figure.png)"))
+    nbformat.write(written, runner.NOTEBOOKS / "toy-squares.ipynb")
+    text = (runner.reproduce("toy-squares").folder / "notebook.ipynb").read_text()
+    assert "](../../../recorded/toy-squares/cpu/figure.png)" in text
+
+
+def test_a_notebook_shows_a_users_mistake_without_a_stack_trace():
+    shell = InteractiveShell.instance()
+    with capture_output() as shown:
+        shell.run_cell("from specter_lab.errors import UserError\nraise UserError('do that')")
+    InteractiveShell.clear_instance()
+    assert shown.stdout.strip() == "UserError: do that"

@@ -75,7 +75,7 @@ def policy_choices() -> dict[str, str]:
 @lru_cache(maxsize=8)
 def traffic_of(model: str, seed: int) -> offload.Traffic:
     """The recorded windows of a model; recorded on the first call ever, which takes minutes."""
-    return offload.traffic(model, seed, progress=True)
+    return offload.traffic(model, seed)
 
 
 def setting_of(model: str, profile: str, seed: int = 0) -> Question:
@@ -89,13 +89,13 @@ def budget_gb(question: Question) -> float:
 
     The host's copies are no part of it, whichever memory they lie in.
     """
-    held = _held_gb(find_policy(question.policy), _scene(question))
+    held = _held_gb(find_policy(question.policy), scene_of(question))
     return sum(gb for part, gb in held.items() if part != HOST_COPIES)
 
 
 def slots_within(question: Question, gb: float) -> int:
     """Slots per layer to ask for with so much memory; at least 1: the slider's answer to too little is the least there is."""
-    policy, scene = find_policy(question.policy), _scene(question)
+    policy, scene = find_policy(question.policy), scene_of(question)
     try:
         slots = scene_within(scene, policy, int(gb * 1e9), CONTEXT_TOKENS).slots_per_layer
     except UserError:
@@ -103,7 +103,8 @@ def slots_within(question: Question, gb: float) -> int:
     return min(max(1, slots), scene.num_experts)
 
 
-def _scene(question: Question) -> Scene:
+def scene_of(question: Question) -> Scene:
+    """What a policy is told of a question."""
     traffic = traffic_of(question.model, question.seed)
     return offload.scene(traffic, slots=question.slots, profile=question.profile)
 
@@ -113,13 +114,19 @@ def _held_gb(policy: Policy, scene: Scene) -> dict[str, float]:
     return {name: size / 1e9 for name, size in held_bytes(policy, scene, CONTEXT_TOKENS).items()}
 
 
-def ask(question: Question) -> Answer:
-    """Simulate it.
+def ask(question: Question, policy: Policy | None = None) -> Answer:
+    """Simulate it, under `policy` in the place of the shipped one that it names.
 
     Raises:
         UserError: as `simulated`.
     """
-    policy, scene, found = find_policy(question.policy), _scene(question), simulated(question)
+    policy = policy or find_policy(question.policy)
+    return answer_of(question, policy, simulated(question, policy))
+
+
+def answer_of(question: Question, policy: Policy, found: Simulation) -> Answer:
+    """What a simulation of the question says."""
+    scene = scene_of(question)
     rounds, tokens = found.rounds, found.rounds.tokens.sum()
     whole, draft = (rounds.end_ms - rounds.start_ms).sum(), (rounds.drafted_ms - rounds.start_ms).sum()
     stall = rounds.stall_ms.sum()
@@ -138,17 +145,17 @@ def ask(question: Question) -> Answer:
     )
 
 
-def simulated(question: Question, *, record: bool = False) -> Simulation:
+def simulated(question: Question, policy: Policy | None = None, *, record: bool = False) -> Simulation:
     """The whole run behind an answer; with every piece of work of every stream if it is to be recorded.
 
     Raises:
         UserError: no such policy, profile, model or way to control the depth; slots or a depth that cannot be.
     """
-    policy, traffic = find_policy(question.policy), traffic_of(question.model, question.seed)
-    scene = _scene(question)
+    policy, traffic = policy or find_policy(question.policy), traffic_of(question.model, question.seed)
+    scene = scene_of(question)
     _check(question, policy, scene)
     return simulate(
-        traffic.requests, policy, scene, new_tokens=NEW_TOKENS, requests=_requests(traffic.requests), record=record,
+        traffic.requests, policy, scene, new_tokens=NEW_TOKENS, requests=requests_of(traffic.requests), record=record,
         control=_control(question, policy, traffic.history, scene),
     )  # fmt: skip
 
@@ -164,7 +171,7 @@ def _check(question: Question, policy: Policy, scene: Scene) -> None:
         )
 
 
-def _requests(workload: Workload) -> list[int]:
+def requests_of(workload: Workload) -> list[int]:
     """The first requests of every prompt set."""
     sets = np.array(workload.windows.prompt_set)
     return np.concatenate([np.flatnonzero(sets == name)[:REQUESTS_PER_SET] for name in dict.fromkeys(sets)]).tolist()

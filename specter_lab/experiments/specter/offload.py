@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from multiprocessing import parent_process
 
 import numpy as np
 import torch
@@ -43,13 +44,13 @@ class Traffic:
     requests: Workload
 
 
-def traffic(model: str, seed: int, draft: str = "int4", *, progress: bool = False) -> Traffic:
+def traffic(model: str, seed: int, draft: str = "int4") -> Traffic:
     """Windows of `model` with a draft of that kind ("int4" or "fewer", see `plan.policy`); recorded once, then kept.
 
     Raises:
         UserError: too few long prompts, or an architecture that cannot draft with fewer experts.
     """
-    windows, priced = _windows(model, seed, draft, progress), priced_as(model)
+    windows, priced = _windows(model, seed, draft), priced_as(model)
     sets = np.array(windows.prompt_set)
     first = np.concatenate(
         [np.flatnonzero(sets == name)[:HISTORY_PER_SET] for name in dict.fromkeys(windows.prompt_set)]
@@ -77,7 +78,7 @@ def traffic_for(policy: Policy, model: str, seed: int) -> Traffic:
     return traffic(model, seed, policy.draft or "int4")
 
 
-def _windows(model: str, seed: int, draft: str, progress: bool) -> Windows:
+def _windows(model: str, seed: int, draft: str) -> Windows:
     question = routing.ask(model, POOL_PER_SET, seed)
     asked = [question.source.digest, draft, seed, PROMPT_TOKENS, NEW_TOKENS, MAX_DEPTH, SAMPLED,
              HISTORY_PER_SET + REQUESTS_PER_SET, recording_digest()]  # fmt: skip
@@ -86,11 +87,11 @@ def _windows(model: str, seed: int, draft: str, progress: bool) -> Windows:
     try:
         return read_windows(path, model_digest=question.source.digest)
     except UserError:  # not there yet, or damaged: recorded anew
-        write_windows(_record(question, seed, draft, progress), path, model_digest=question.source.digest)
+        write_windows(_record(question, seed, draft), path, model_digest=question.source.digest)
         return read_windows(path, model_digest=question.source.digest)
 
 
-def _record(question: routing.Question, seed: int, draft: str, progress: bool) -> Windows:
+def _record(question: routing.Question, seed: int, draft: str) -> Windows:
     target = question.source.model
     if draft == "int4":
         drafter = with_experts(target, routing.quantized(question, DRAFT, CACHE).banks)
@@ -99,7 +100,7 @@ def _record(question: routing.Question, seed: int, draft: str, progress: bool) -
     prompts, sets = _prompts(question)
     return record_windows(
         target, drafter, prompts, sets, new_tokens=NEW_TOKENS, max_depth=MAX_DEPTH, temperature=SAMPLED, seed=seed,
-        progress=progress,
+        progress=parent_process() is None,  # in a worker the bar of the whole run is the one to see
     )  # fmt: skip
 
 

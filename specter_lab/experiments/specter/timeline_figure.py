@@ -49,12 +49,12 @@ def draw(rows: pd.DataFrame) -> Figure:
     longest = rows.groupby("model")["simulated_end_ms"].max()
     for place, ((whole, detail), ((model, mode), found)) in enumerate(zip(axes, rounds)):
         whole.set_xlim(0, 1.04 * longest[model])
-        _lanes(whole, found, streams, colors, edge=0.5)
+        lanes(whole, found, streams, colors, edge=0.5)
         panels.title(whole, 2 * place, f"{model}, {mode}")
         _events(whole, found)
         window = layer_window(found)
         detail.set_xlim(*window)
-        _lanes(detail, found, streams, colors, edge=1.2)
+        lanes(detail, found, streams, colors, edge=1.2)
         panels.title(detail, 2 * place + 1, f"its layer {layer_shown(found) + 1}")
         detail.set_yticks([])
         whole.axvspan(*window, color="0.5", alpha=0.25, linewidth=0)
@@ -92,7 +92,8 @@ def layer_window(found: pd.DataFrame) -> tuple[float, float]:
     return start - room, end + room
 
 
-def _lanes(axis: Axes, found: pd.DataFrame, streams: list[str], colors: dict[str, object], edge: float) -> None:
+def lanes(axis: Axes, found: pd.DataFrame, streams: list[str], colors: dict[str, object], edge: float) -> None:
+    """The work of one round, a lane per stream; `edge` widens what takes microseconds, in points."""
     left, right = axis.get_xlim()
     for lane, stream in enumerate(reversed(streams)):
         for work, color in colors.items():

@@ -1,0 +1,94 @@
+"""Every notebook in a real browser: it opens with its recorded figure, runs, shows pictures, and its sliders move them."""
+
+import time
+
+import pytest
+
+from specter_lab import paths
+from specter_lab.experiments.registry import EXPERIMENTS, LABS
+
+pytestmark = pytest.mark.browser
+RUN_S = 900  # a cold cache records windows first
+MOVE_S = 60
+RECORDED = {folder.name for folder in paths.RECORDED.glob("*")}
+
+
+def run_all(tab):
+    """Use the menu as a reader would, and wait for the last cell. Returns the cells."""
+    tab.page.get_by_role("menuitem", name="Run", exact=True).click()
+    tab.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    end = time.monotonic() + RUN_S
+    while time.monotonic() < end:
+        cells = [cell for cell in tab.cells() if cell["type"] == "code"]
+        failed = [output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
+        if failed:
+            tab.shoot("failed")
+            pytest.fail("\n".join(failed[0]["traceback"]))
+        if (
+            all(cell["count"] is not None for cell in cells)
+            and tab.ask("notebook.model.cells.length") > 0
+            and idle(tab)
+        ):
+            return cells
+        time.sleep(1)
+    tab.shoot("late")
+    pytest.fail(f"not finished within {RUN_S} s")
+
+
+def idle(tab):
+    return (
+        tab.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status") == "idle"
+    )
+
+
+def wait_for_other_pictures(tab, before):
+    end = time.monotonic() + MOVE_S
+    while time.monotonic() < end:
+        if set(tab.pictures()) - before:
+            return
+        time.sleep(0.5)
+    tab.shoot("still")
+    pytest.fail("no picture changed")
+
+
+def move_first_slider(tab):
+    """Push the first slider with an arrow key; a picture has to change."""
+    handle = tab.page.locator(".jp-Notebook .noUi-handle:visible").first
+    handle.scroll_into_view_if_needed()
+    before = set(tab.pictures())
+    at = int(float(handle.get_attribute("aria-valuenow")))
+    most = int(float(handle.get_attribute("aria-valuemax")))
+    handle.focus()
+    handle.press("ArrowLeft" if at >= most else "ArrowRight")
+    wait_for_other_pictures(tab, before)
+    assert int(float(handle.get_attribute("aria-valuenow"))) != at
+
+
+def press_play(tab):
+    """Press the first play button, if there is one; a picture has to change."""
+    buttons = tab.page.locator(".jp-Notebook .widget-play").first.locator("button")
+    if buttons.count():
+        before = set(tab.pictures())
+        buttons.nth(0).click()
+        wait_for_other_pictures(tab, before)
+        buttons.nth(1).click()
+
+
+@pytest.mark.parametrize("name", [*LABS, *EXPERIMENTS])
+def test_notebook_in_a_browser(tab, name):
+    if name in EXPERIMENTS and name not in RECORDED and "cpu" not in EXPERIMENTS[name].tiers:
+        pytest.skip("nothing recorded yet, and it takes a GPU and trained proxies to measure it")
+    opened = tab(name)
+    if name in RECORDED:
+        opened.page.wait_for_function(
+            "() => document.querySelector('.jp-Notebook .jp-MarkdownCell img')?.naturalWidth > 0"
+        )
+    opened.shoot("opened")
+    cells = run_all(opened)
+    shown = [data for cell in cells for output in cell["outputs"] for data in output.get("data", {})]
+    assert "image/png" in shown or opened.pictures()
+    if "application/vnd.jupyter.widget-view+json" in shown and opened.page.locator(".jp-Notebook .noUi-handle").count():
+        move_first_slider(opened)
+        press_play(opened)
+    opened.shoot("run")
+    assert opened.errors == []
