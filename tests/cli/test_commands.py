@@ -35,6 +35,8 @@ MISTAKES = [
     (("simulate", "qwen-nano", "--policy", "ss-moe"), "policy 'ss-moe' drafts with other windows"),
     (("simulate", "qwen-nano", "--profile", "abacus"), "no hardware profile 'abacus'"),
     (("simulate", "qwen-nano", "--slots", "3", "--memory-gb", "4"), "give one of them"),
+    (("simulate", "qwen-nano", "--memory-gb", "nan"), "--memory-gb: 'nan' is no amount above zero"),
+    ((*NANO, "The end", "--temperature", "nan"), "a temperature of nan"),
     (("quantize", "qwen-nano", "--quantizer", "int4"), "no quantiser 'int4': choose one of gptq-int8"),
     (("quantize", "qwen-nano", "--out", "."), ". is there already"),
     (("quantize", "qwen-nano", "--sequences", "0"), "--sequences: '0' is not above zero"),
