@@ -65,13 +65,17 @@ def whole(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """A finite number."""
+    """A number."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"'{text}' is no number")
+        raise argparse.ArgumentTypeError(f"'{text}' is no number") from None
+
+
+def amount(text: str) -> float:
+    """A finite number above zero."""
+    if not 0 < (value := number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is no amount above zero")
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from specter_lab.cli.command import Answer, Command, add, add_seed, number, policies, profiles, whole, zoo_models
+from specter_lab.cli.command import Answer, Command, add, add_seed, amount, policies, profiles, whole, zoo_models
 from specter_lab.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="one or more, side by side (default: specter)")  # fmt: skip
     add(parser, "--profile", words=profiles, default=None, metavar="NAME", help="machine (default: the paper's A100)")
     add(parser, "--slots", type=whole, metavar="N", help="expert slots per layer (default: the paper's)")
-    add(parser, "--memory-gb", type=number, metavar="GB", help="GPU memory, instead of --slots: as many as fit")
+    add(parser, "--memory-gb", type=amount, metavar="GB", help="GPU memory, instead of --slots: as many as fit")
     add(parser, "--depth", type=whole, metavar="K", help="drafted tokens per round (default: the paper's)")
     add(parser, "--control", words=lambda: ("fixed", "governor", "online"), default="fixed", metavar="HOW",
         help="of the depth: fixed (default), governor or online")  # fmt: skip

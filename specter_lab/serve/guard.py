@@ -15,7 +15,7 @@ class Guard:
     """Refuses requests without the key, by a strange host name, or with a body that is too large.
 
     Args:
-        api_key: of everything under /v1; None: none is needed.
+        api_key: of every request; None: none is needed.
         hosts: names this server may be called by, lower case; None: any. Without a key this keeps out web pages that point a name
             of their own at this machine.
         max_body_bytes: by the request's own account.

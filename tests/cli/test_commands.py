@@ -4,8 +4,10 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +37,8 @@ MISTAKES = [
     (("simulate", "qwen-nano", "--policy", "ss-moe"), "policy 'ss-moe' drafts with other windows"),
     (("simulate", "qwen-nano", "--profile", "abacus"), "no hardware profile 'abacus'"),
     (("simulate", "qwen-nano", "--slots", "3", "--memory-gb", "4"), "give one of them"),
+    (("simulate", "qwen-nano", "--memory-gb", "nan"), "--memory-gb: 'nan' is no amount above zero"),
+    ((*NANO, "The end", "--temperature", "nan"), "a temperature of nan"),
     (("quantize", "qwen-nano", "--quantizer", "int4"), "no quantiser 'int4': choose one of gptq-int8"),
     (("quantize", "qwen-nano", "--out", "."), ". is there already"),
     (("quantize", "qwen-nano", "--sequences", "0"), "--sequences: '0' is not above zero"),
@@ -73,6 +77,37 @@ def test_a_mistake_is_one_sentence(words, sentence, capsys, out, monkeypatch):
     *progress, last = said.err.splitlines()
     assert last.startswith("specter-lab: ") and sentence in last
     assert all(line.endswith("...") for line in progress) and said.out == ""
+
+
+def test_a_bug_keeps_its_trace(monkeypatch):
+    monkeypatch.setitem(COMMANDS, "list", replace(COMMANDS["list"], run=lambda options: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        main(["list"])
+
+
+def test_serving_without_its_packages_names_them(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "qwen-nano"]) == 2
+    assert "serving needs uvicorn: `pip install 'specter-lab[serve]'`, or `make setup`" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_a_text_is_written():
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "specter_lab.cli",
+        *NANO,
+        "The old man walked along the river and",
+        "--max-tokens",
+        "1900",
+    ]
+    run = subprocess.Popen(command, cwd=paths.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
+    assert run.stdout.read(1)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 130 and said.endswith("specter-lab: stopped by Ctrl-C\n") and "Traceback" not in said
 
 
 def test_help_names_every_command_and_status(capsys):
