@@ -59,6 +59,7 @@ def checks() -> Iterator[Check]:
         yield Check(f"{whose} results whole", tuple(broken(root)))
         if found:
             yield _over(found, f"{whose} results: where they come from", incomplete)
+            yield _over(found, f"{whose} results: code that a commit holds", uncommitted)
             yield _over(found, f"{whose} results: models and texts as they are now", other_inputs)
             yield _over(found, f"{whose} verdicts judged again from their rows", other_verdicts)
 
@@ -83,10 +84,18 @@ def broken(root: Path) -> list[str]:
 def incomplete(result: Result) -> list[str]:
     """What a result's provenance leaves out."""
     origin = result.provenance
-    missing = [f"provenance has no {name}" for name in PROVENANCE if name not in origin]
-    if origin.get("uncommitted_changes"):
-        missing.append("run from a checkout that differed from its commit")
-    return missing
+    return [f"provenance has no {name}" for name in PROVENANCE if name not in origin]
+
+
+def uncommitted(result: Result) -> list[str]:
+    """Nothing: a commit either holds the code of a run, or it cannot be looked up.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if result.provenance.get("uncommitted_changes"):
+        raise UserError("run from a checkout that differed from its commit, so its code cannot be looked up")
+    return []
 
 
 def other_inputs(result: Result) -> list[str]:
