@@ -48,7 +48,7 @@ def write_reference(out: Path = OUT) -> dict[str, str]:
     left_out = {name: why for name, why in found.items() if why}
     pdoc.render.configure(docformat="google", show_source=False, footer_text=NAME)
     with whole_folder(out) as folder:
-        pdoc.pdoc("specter_lab", *(f"!{name}" for name in left_out), output_directory=folder)
+        pdoc.pdoc("specter_lab", *(f"!{name}$" for name in left_out), output_directory=folder)
         shutil.copyfile(folder / "specter_lab.html", folder / "index.html")
     return left_out
 

@@ -155,7 +155,8 @@ def test_a_result_that_is_not_whole_and_one_without_origin_are_found(tmp_path):
     bare = replace(whole, provenance={key: value for key, value in whole.provenance.items() if key != "machine"})
     assert verify.incomplete(bare) == ["provenance has no machine"]
     dirty = replace(whole, provenance=whole.provenance | {"uncommitted_changes": True})
-    assert verify.incomplete(dirty) == ["run from a checkout that differed from its commit"]
+    with pytest.raises(UserError, match="differed from its commit, so its code cannot be looked up"):
+        verify.uncommitted(dirty)
 
 
 def test_other_weights_are_found(monkeypatch):
