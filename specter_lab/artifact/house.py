@@ -18,8 +18,12 @@ SENTENCE_END = re.compile(r"(?<=[\w)]{2}\.) ")
 
 
 def modules() -> list[Path]:
-    """Every module that has anything in it, in the order of the packages; root files first."""
-    files = [file for file in PACKAGE.rglob("*.py") if (file.parent / "__init__.py").exists() and file.read_text(encoding="utf-8").strip()]
+    """Every module of a package that has anything to say, in the order of the packages; root files first."""
+    files = [
+        file
+        for file in PACKAGE.rglob("*.py")
+        if (file.parent / "__init__.py").exists() and file.name != "__main__.py" and file.read_text(encoding="utf-8").strip()
+    ]
     return sorted(files, key=lambda file: (_rank(file.relative_to(PACKAGE)), str(file)))
 
 
