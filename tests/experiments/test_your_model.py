@@ -250,7 +250,7 @@ def test_the_notebook_runs_on_a_model_of_ones_own(checkpoints, prompts, out, cap
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["lab-your-modl"], "no lab notebook 'lab-your-modl': there are lab-your-model"),
+        (["lab-your-modl"], "no lab notebook 'lab-your-modl': there are 00-start-here, lab-your-model"),
         (["lab-your-model", "colour=red"], "has no parameter 'colour': it has model, quantizer"),
         (["lab-your-model", "depth=deep"], "depth=deep is not a number"),
         (["lab-your-model", "depth"], "'depth' is no parameter: write NAME=VALUE"),
