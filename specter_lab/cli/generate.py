@@ -7,14 +7,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from specter_lab.cli.command import Answer, Command, add, number, policies, positive, whole
 from specter_lab.cli.engine_options import add_engine, load_served
 from specter_lab.errors import UserError
-
-if TYPE_CHECKING:
-    from specter_lab.engine.api import Engine
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +30,7 @@ def run(options: argparse.Namespace) -> Answer:
     prompt = _prompt(options)
     if not prompt.strip():
         raise UserError("the prompt is empty: give some words to go on from")
+    from specter_lab.serve.model import counted
     from specter_lab.serve.write import Ask, check_ask, check_sampling, write
 
     ask = Ask((), options.max_tokens, options.temperature, options.seed, tuple(options.stop))
@@ -51,22 +48,9 @@ def run(options: argparse.Namespace) -> Answer:
     if not options.json:
         print()
     numbers = {"prompt_tokens": len(ids), "new_tokens": piece.tokens, "finish_reason": piece.finish,
-               "time_to_first_token_ms": 1e3 * first_s, **measured(served.engine)}  # fmt: skip
+               "time_to_first_token_ms": 1e3 * first_s, **counted(served.engine)}  # fmt: skip
     print(_lines(numbers), file=sys.stderr)
     return Answer({"model": served.name, "prompt": prompt, "text": text, **numbers})
-
-
-def measured(engine: Engine) -> dict[str, object]:
-    """What the engine counted while decoding (without the prompt), None where nothing was."""
-    stats, slots = engine.stats, engine.memory.slots.count
-    share = lambda part, whole: part / whole if whole else None  # noqa: E731
-    return {
-        "device": str(engine.device), "policy": engine.policy.id, "slots_per_layer": int(slots.min()),
-        "experts_per_layer": engine.memory.shape.num_experts, "tokens_per_s": share(stats.tokens, stats.seconds),
-        "acceptance": share(stats.accepted, stats.drafted), "tokens_per_round": share(stats.tokens, stats.rounds),
-        "hit_rate": share(stats.hits, stats.needed),
-        "expert_bytes_per_token": share(stats.h2d_bytes + stats.read_through_bytes, stats.tokens),
-    }  # fmt: skip
 
 
 def _lines(found: dict) -> str:

@@ -21,7 +21,7 @@ from specter_lab.serve.chat import chat_stops, prompt_ids
 from specter_lab.serve.errors import ApiError, as_api_error, body, install
 from specter_lab.serve.guard import Guard
 from specter_lab.serve.line import Job, Line
-from specter_lab.serve.model import Served
+from specter_lab.serve.model import Served, counted
 from specter_lab.serve.protocol import Asked, ChatAsked, CompletionAsked, Format, usage_of
 from specter_lab.serve.write import Ask, Piece, check_ask, write
 
@@ -67,7 +67,7 @@ def new_app(
 
     @app.get("/health")
     async def health() -> dict:
-        return {"status": "ok", "model": served.name, "requests": line.inside}
+        return {"status": "ok", "model": served.name, "requests": line.inside, "since_start": counted(served.engine)}
 
     @app.get("/v1/models")
     async def models() -> dict:

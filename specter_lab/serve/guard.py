@@ -15,7 +15,7 @@ class Guard:
     """Refuses requests without the key, by a strange host name, or with a body that is too large.
 
     Args:
-        api_key: of everything under /v1; None: none is needed.
+        api_key: of every request; None: none is needed.
         hosts: names this server may be called by, lower case; None: any. Without a key this keeps out web pages that point a name
             of their own at this machine.
         max_body_bytes: by the request's own account.
@@ -34,11 +34,7 @@ class Guard:
         if self._hosts is not None and (request.url.hostname or "").lower() not in self._hosts:
             return ApiError(403, f"this server is not called '{request.url.hostname}'", code="unknown_host")
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if (
-            self._key
-            and request.url.path.startswith("/v1")
-            and not secrets.compare_digest(key.encode(), self._key.encode())
-        ):
+        if self._key and not secrets.compare_digest(key.encode(), self._key.encode()):
             return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body_bytes:

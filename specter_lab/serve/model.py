@@ -36,6 +36,21 @@ def served(engine: Engine, model: str, *, name: str | None = None, depth: int | 
     return Served(name or shown_name(model), engine, _ends(engine, model), config.max_position_embeddings, depth)
 
 
+def counted(engine: Engine) -> dict[str, object]:
+    """What the engine counted while decoding (prompts left out); None where nothing was."""
+    stats, slots = engine.stats, engine.memory.slots.count
+    shares = {
+        "tokens_per_s": (stats.tokens, stats.seconds), "acceptance": (stats.accepted, stats.drafted),
+        "tokens_per_round": (stats.tokens, stats.rounds), "hit_rate": (stats.hits, stats.needed),
+        "expert_bytes_per_token": (stats.h2d_bytes + stats.read_through_bytes, stats.tokens),
+    }  # fmt: skip
+    return {
+        "device": str(engine.device), "policy": engine.policy.id, "slots_per_layer": int(slots.min()),
+        "experts_per_layer": engine.memory.shape.num_experts,
+        **{name: part / whole if whole else None for name, (part, whole) in shares.items()},
+    }  # fmt: skip
+
+
 def _ends(engine: Engine, model: str) -> frozenset[int]:
     """End tokens by all who name one: chat models often do so in generation_config.json or the tokenizer alone."""
     try:

@@ -20,8 +20,13 @@ LONG = {"model": "qwen-nano", "prompt": PROMPT, "max_tokens": 1900, "temperature
 SHORT = {**LONG, "max_tokens": 8, "temperature": 0}
 
 
-def requests_inside(url):
-    return httpx.get(url.removesuffix("/v1") + "/health", trust_env=False, timeout=60).json()["requests"]
+def health(url, key="none"):
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.get(url.removesuffix("/v1") + "/health", headers=headers, trust_env=False, timeout=60).json()
+
+
+def requests_inside(url, key="none"):
+    return health(url, key)["requests"]
 
 
 def wait_for(url, requests, timeout_s=60):
@@ -44,6 +49,15 @@ def test_a_client_that_hangs_up_frees_the_engine(client, url):
         client.with_options(timeout=1).completions.create(**LONG)
     wait_for(url, 0, timeout_s=20)
     assert client.completions.create(**SHORT).choices[0].text == expected
+
+
+def test_health_tells_what_the_engine_counted(client, url):
+    client.completions.create(**SHORT)
+    told = health(url)
+    assert told["status"] == "ok" and told["model"] == "qwen-nano"
+    found = told["since_start"]
+    assert found["tokens_per_s"] > 0 and 0 < found["hit_rate"] < 1 and found["expert_bytes_per_token"] > 0
+    assert (found["slots_per_layer"], found["experts_per_layer"]) == (8, 60)
 
 
 def test_the_line_is_bounded_and_in_order(client, url):
@@ -86,13 +100,14 @@ def test_sigterm_in_the_middle_of_a_stream_with_a_key():
     with running("--max-tokens", "1900", SPECTER_LAB_API_KEY="sesame") as (process, url):
         with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
             client_of(url, "simsim").models.list()
+        assert health(url)["error"]["code"] == "invalid_api_key"
         client = client_of(url, "sesame")
         stream = client.completions.create(**LONG, stream=True)
         next(iter(stream))
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(client.completions.create, **SHORT)
             deadline = time.monotonic() + 30
-            while requests_inside(url) != 2:
+            while requests_inside(url, "sesame") != 2:
                 assert time.monotonic() < deadline
             process.send_signal(signal.SIGTERM)
             with pytest.raises(openai.APIError, match="shutting down"):
