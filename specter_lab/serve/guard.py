@@ -34,11 +34,7 @@ class Guard:
         if self._hosts is not None and (request.url.hostname or "").lower() not in self._hosts:
             return ApiError(403, f"this server is not called '{request.url.hostname}'", code="unknown_host")
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if (
-            self._key
-            and request.url.path.startswith("/v1")
-            and not secrets.compare_digest(key.encode(), self._key.encode())
-        ):
+        if self._key and not secrets.compare_digest(key.encode(), self._key.encode()):
             return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_body_bytes:

@@ -1,5 +1,6 @@
 """A toy experiment from the command to the executed notebook, and what the command line says when it cannot."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,17 @@ def test_reproduce_leaves_a_complete_result(log, notebook, capsys):
     assert "paper >= 9x / recorded - / yours 9.3x" in printed and "reproduced: the value is within the bound" in printed
     results.record("toy-squares", "cpu")
     assert compare.comparison("toy-squares", "cpu").iloc[0]["recorded"] == "9.3x, n = 4"
+
+
+def test_reproduce_answers_in_json(log, notebook, capsys):
+    """The claims alone go to standard output; what a run prints otherwise, to standard error."""
+    notebook(RUN)
+    assert main(["reproduce", "squares", "--seed", "3", "--json"]) == 0
+    said = capsys.readouterr()
+    (claim,) = json.loads(said.out)
+    assert (claim["experiment"], claim["tier"]) == ("toy-squares", "cpu")
+    assert (claim["yours"], claim["verdict"]) == ("9.3x, n = 4", "reproduced")
+    assert "toy-squares: notebook executed in" in said.err
 
 
 def test_a_result_for_the_same_question_is_not_measured_again(log):
