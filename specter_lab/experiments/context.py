@@ -63,3 +63,16 @@ def check_seed(seed: int) -> None:
     """Raise UserError for a seed that some random generator would refuse."""
     if not isinstance(seed, int) or seed not in SEEDS:
         raise UserError(f"a seed of {seed} is not used here: give a whole number from 0 to {SEEDS[-1]}")
+
+
+def reads_nothing(context: Context) -> dict[str, str]:
+    """The `inputs` of an experiment whose weights are random."""
+    return {}
+
+
+def need_gpu(context: Context) -> None:
+    """Raise UserError where there is no CUDA GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError(f"{context.experiment} measures a CUDA GPU and there is none: its notebook shows what was recorded on one")

@@ -18,7 +18,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from specter_lab.experiments import jobs
-from specter_lab.experiments.context import Context, Measured
+from specter_lab.experiments.context import Context, Measured, need_gpu
 from specter_lab.experiments.elephants.setting import DOMAIN, MAX_TOKENS, digest_of, sentences, translators
 from specter_lab.experiments.elephants.setting import inputs as zoo_inputs
 from specter_lab.measure.bootstrap import ratio_interval
@@ -113,12 +113,7 @@ def _gpu_rows(context: Context) -> list[dict]:
     """
     import torch
 
-    from specter_lab.errors import UserError
-
-    if not torch.cuda.is_available():
-        raise UserError(
-            "the gpu tier of elephants-batch-pruning times a 5.3B model on a CUDA GPU and there is none: run the cpu tier"
-        )
+    need_gpu(context)
     from specter_lab.engine import bench_translate as bench
 
     rows = []

@@ -15,8 +15,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from specter_lab.errors import UserError
-from specter_lab.experiments.context import Context, Measured
+from specter_lab.experiments.context import Context, Measured, need_gpu, reads_nothing
 
 PAPER_TOKENS, PAPER_SHAPE = 40, "Elephants 1024 x 4096"
 NAMES = {"int8 native": "int8-native", "int8 I2F": "int8-optimised", "int4 I2F": "int4-optimised"}  # kernel -> claim
@@ -28,10 +27,7 @@ PAPER = {
 }  # fmt: skip
 ACTIVE = (1, 4, 8, 16, 24, 32)
 
-
-def inputs(context: Context) -> dict[str, str]:
-    """Nothing: weights are random."""
-    return {}
+inputs = reads_nothing
 
 
 def run(context: Context) -> pd.DataFrame:
@@ -40,12 +36,8 @@ def run(context: Context) -> pd.DataFrame:
     Raises:
         UserError: no CUDA GPU.
     """
+    need_gpu(context)
     import torch
-
-    if not torch.cuda.is_available():
-        raise UserError(
-            "elephants-table1 times kernels on a CUDA GPU and there is none: its recorded results are in the notebook"
-        )
     from tqdm.auto import tqdm
 
     from specter_lab.engine.kernels import bench_channel as bench

@@ -14,8 +14,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from specter_lab.errors import UserError
-from specter_lab.experiments.context import Context, Measured
+from specter_lab.experiments.context import Context, Measured, need_gpu, reads_nothing
 
 BATCHES = (1, 8, 20, 32, 64, 96)
 NAIVE, GROUPED, INT8, INT4 = SYSTEMS = ("naive loop", "grouped, 16 bit", "grouped, int8", "grouped, int4")
@@ -25,10 +24,7 @@ PAPER = {  # beam 1, input tokens/s
 }  # fmt: skip
 RATIOS = {"fp16-over-torch": (GROUPED, NAIVE), "int8-over-fp16": (INT8, GROUPED), "int4-over-fp16": (INT4, GROUPED)}
 
-
-def inputs(context: Context) -> dict[str, str]:
-    """Nothing: weights are random."""
-    return {}
+inputs = reads_nothing
 
 
 def run(context: Context) -> pd.DataFrame:
@@ -37,12 +33,8 @@ def run(context: Context) -> pd.DataFrame:
     Raises:
         UserError: no CUDA GPU.
     """
+    need_gpu(context)
     import torch
-
-    if not torch.cuda.is_available():
-        raise UserError(
-            "elephants-table3 times a 5.3B model on a CUDA GPU and there is none: its recorded results are in the notebook"
-        )
     from tqdm.auto import tqdm
 
     from specter_lab.engine import bench_translate as bench

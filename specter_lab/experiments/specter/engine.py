@@ -12,9 +12,9 @@ from math import nan
 import numpy as np
 import pandas as pd
 
-from specter_lab.errors import NotTrained, UserError
+from specter_lab.errors import NotTrained
 from specter_lab.experiments import jobs
-from specter_lab.experiments.context import Context, Measured
+from specter_lab.experiments.context import Context, Measured, need_gpu
 from specter_lab.experiments.specter import routing
 from specter_lab.experiments.specter.engine_figure import plot
 from specter_lab.experiments.specter.engine_machine import DRAFT_STEP
@@ -45,12 +45,7 @@ def run(context: Context) -> pd.DataFrame:
     Raises:
         UserError: no CUDA GPU, or none of the models is there.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UserError(
-            "specter-engine measures a CUDA GPU and there is none: its recorded results are in the notebook"
-        )
+    need_gpu(context)
     work = [
         jobs.Job(
             f"{model}: {what}",

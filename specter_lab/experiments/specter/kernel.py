@@ -15,17 +15,13 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from specter_lab.errors import UserError
-from specter_lab.experiments.context import Context, Measured
+from specter_lab.experiments.context import Context, Measured, need_gpu, reads_nothing
 
 FUSED, APART, GROUPED, TORCH = "INT4 fused", "INT4 expert by expert", "BF16 grouped", "BF16 torch, expert by expert"
 KERNELS = (FUSED, APART, GROUPED, TORCH)
 FINE = 1408  # expert width of Qwen and DeepSeek
 
-
-def inputs(context: Context) -> dict[str, str]:
-    """Nothing: weights are random."""
-    return {}
+inputs = reads_nothing
 
 
 def run(context: Context) -> pd.DataFrame:
@@ -36,10 +32,7 @@ def run(context: Context) -> pd.DataFrame:
     """
     import torch
 
-    if not torch.cuda.is_available():
-        raise UserError(
-            "specter-kernel times kernels on a CUDA GPU and there is none: its recorded results are in the notebook"
-        )
+    need_gpu(context)
     torch.manual_seed(context.seed)
     return pd.DataFrame(_rows())
 

@@ -5,7 +5,6 @@ Prompt included; pools are filled by a few tokens first, as in a running service
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -35,27 +34,7 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
 
 def plot(rows: pd.DataFrame) -> Figure:
     """Seconds of a request against new tokens, a panel per model."""
-    models = list(dict.fromkeys(rows["model"]))
-    figure, axes = plt.subplots(
-        1, len(models), figsize=(4.6 * len(models), 3.6), squeeze=False, constrained_layout=True
-    )
-    for axis, model in zip(axes[0], models):
-        for system in SYSTEMS:
-            part = rows[(rows["model"] == model) & (rows["system"] == system)].groupby("new_tokens")["total_s"]
-            middle = part.median()
-            axis.errorbar(middle.index, middle, yerr=(middle - part.min(), part.max() - middle), marker="o", capsize=3,
-                          color=timed.COLORS[system], label=timed.TITLES[system])  # fmt: skip
-        axis.set(
-            title=f"{model}, widened",
-            xlabel="new tokens",
-            ylabel="seconds, prompt included",
-            ylim=(0, None),
-            xticks=LENGTHS,
-        )
-        axis.grid(alpha=0.25)
-    axes[0, 0].legend(fontsize=8)
-    plt.close(figure)
-    return figure
+    return timed.curves(rows, SYSTEMS, "new_tokens", "total_s", xlabel="new tokens", ylabel="seconds, prompt included")
 
 
 def claims(rows: pd.DataFrame) -> list[Measured]:

@@ -5,7 +5,6 @@ A batch needs the union of its requests' experts, so reading is shared among mor
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -37,29 +36,7 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
 
 def plot(rows: pd.DataFrame) -> Figure:
     """Tokens/s of the decoding steps against the batch, a panel per model."""
-    models = list(dict.fromkeys(rows["model"]))
-    figure, axes = plt.subplots(
-        1, len(models), figsize=(4.6 * len(models), 3.6), squeeze=False, constrained_layout=True
-    )
-    for axis, model in zip(axes[0], models):
-        for system in SYSTEMS:
-            part = rows[(rows["model"] == model) & (rows["system"] == system)].groupby("batch")["decode_tokens_per_s"]
-            middle = part.median()
-            axis.errorbar(middle.index, middle, yerr=(middle - part.min(), part.max() - middle), marker="o", capsize=3,
-                          color=timed.COLORS[system], label=timed.TITLES[system])  # fmt: skip
-        axis.set(
-            title=f"{model}, widened",
-            xscale="log",
-            xlabel="requests decoded together",
-            ylabel="tokens/s",
-            ylim=(0, None),
-        )
-        axis.set_xticks(BATCHES, labels=[str(batch) for batch in BATCHES])
-        axis.minorticks_off()
-        axis.grid(alpha=0.25)
-    axes[0, 0].legend(fontsize=8)
-    plt.close(figure)
-    return figure
+    return timed.curves(rows, SYSTEMS, "batch", "decode_tokens_per_s", xlabel="requests decoded together", ylabel="tokens/s", log=True)
 
 
 def claims(rows: pd.DataFrame) -> list[Measured]:

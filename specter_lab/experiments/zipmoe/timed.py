@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 
 from specter_lab.engine.zipmoe.settings import Settings
 from specter_lab.experiments import jobs
@@ -52,6 +54,27 @@ def sweep(
                 )
                 rows.append(row_of(model, settings.name, run, repeat=repeat, **point))
     return rows
+
+
+def curves(
+    rows: pd.DataFrame, systems: Sequence[str], by: str, metric: str, *, xlabel: str, ylabel: str, log: bool = False
+) -> Figure:
+    """A metric against `by`, median and range of the repeats, a panel per model."""
+    models, ticks = list(dict.fromkeys(rows["model"])), sorted(rows[by].unique())
+    figure, axes = plt.subplots(1, len(models), figsize=(4.6 * len(models), 3.6), squeeze=False, constrained_layout=True)
+    for axis, model in zip(axes[0], models):
+        for system in systems:
+            part = rows[(rows["model"] == model) & (rows["system"] == system)].groupby(by)[metric]
+            middle = part.median()
+            axis.errorbar(middle.index, middle, yerr=(middle - part.min(), part.max() - middle), marker="o", capsize=3,
+                          color=COLORS[system], label=TITLES[system])  # fmt: skip
+        axis.set(title=f"{model}, widened", xscale="log" if log else "linear", xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+        axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
+    axes[0, 0].legend(fontsize=8)
+    plt.close(figure)
+    return figure
 
 
 def cells(rows: pd.DataFrame, metric: str, index: Sequence[str], digits: int = 1) -> pd.DataFrame:
