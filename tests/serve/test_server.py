@@ -16,8 +16,8 @@ from specter_lab.serve import server
 from tests.serve.conftest import client_of, running
 
 PROMPT = "The old man walked along the river and"
-LONG = {"model": "qwen-nano", "prompt": PROMPT, "max_tokens": 1900, "temperature": 1, "logit_bias": {}}
-SHORT = {**LONG, "max_tokens": 8, "temperature": 0}
+LONG = {"model": "qwen-nano", "prompt": PROMPT, "max_tokens": 1900, "temperature": 0}  # repeats itself and never ends
+SHORT = {**LONG, "max_tokens": 8}
 
 
 def health(url, key="none"):
@@ -80,7 +80,7 @@ def test_many_impatient_clients(client, url):
     prompts = [f"{PROMPT} {word}" for word in ("the", "his", "a", "one")]
     expected = {prompt: client.completions.create(**{**SHORT, "prompt": prompt}).choices[0].text for prompt in prompts}
     draw = random.Random(0)
-    patience_s = [draw.choice((0.05, 0.2, 1, 30)) for _ in range(64)]
+    patience_s = [draw.choice((0.003, 0.05, 1, 30)) for _ in range(64)]
 
     def ask(number):
         prompt, hasty = prompts[number % 4], client.with_options(timeout=patience_s[number])
@@ -92,7 +92,7 @@ def test_many_impatient_clients(client, url):
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(ask, range(64)))
     wait_for(url, 0)
-    assert set(found) == {True, openai.RateLimitError, openai.APITimeoutError}
+    assert {True, openai.APITimeoutError} <= set(found) <= {True, openai.RateLimitError, openai.APITimeoutError}
     assert client.completions.create(**SHORT).choices[0].text
 
 
