@@ -11,7 +11,7 @@ from tests.plan.made import windows_of
 PER_SET, POSITIONS = 3, 24
 
 
-def windows(model, seed=0, draft="int4", progress=False):
+def windows(model, seed=0, draft="int4"):
     """Three requests of every prompt set, with the routing geometry of a zoo model."""
     anatomy = priced_as(model)
     made = windows_of(

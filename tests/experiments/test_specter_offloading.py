@@ -37,7 +37,7 @@ PAPERS = ("specter", "specter-fast", "specmoeoff", "sp-e", "sp-l", "lru", "lru-s
 def few_windows(monkeypatch):
     """Three requests of every prompt set, one of them history; Phi cannot draft with fewer experts."""
 
-    def windows(model, seed, draft, progress):
+    def windows(model, seed, draft):
         if draft == "fewer" and model == "phi-nano":
             raise UserError("Phi picks two")
         experts, top_k = GEOMETRY[model]
