@@ -13,25 +13,30 @@ from contextlib import contextmanager
 from functools import partial
 
 import psutil
+import torch
 
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.job import Job, Outcome, Rows, WorkerLost, timed
+from specter_lab.models.load import resolve, weight_bytes
 
-WORKER_BYTES = 2 * 2**30  # one process with torch, a zoo model and its quantised copy
+WORKER_BYTES = 2 * 2**30  # one process with torch and a zoo model; on a GPU its context and kernels
+COPIES = 8  # of a BF16 checkpoint that a worker may hold: the target in float32, its draft, and what quantising needs
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def worker_count(context: Context, jobs: int) -> int:
-    """Processes to use: one per core on the cpu tier as far as memory goes, one where a model fills the machine."""
-    if context.tier != "cpu":
-        return 1
-    by_memory = int(psutil.virtual_memory().available // WORKER_BYTES)
-    return max(1, min(len(os.sched_getaffinity(0)), by_memory, jobs))
+def worker_count(context: Context, jobs: Sequence[Job]) -> int:
+    """Processes to use: one per core, as far as host memory and, beyond the cpu tier, GPU memory go."""
+    models = {job.arguments["model"] for job in jobs if "model" in job.arguments}
+    needed = WORKER_BYTES + COPIES * max((weight_bytes(resolve(model)) for model in models), default=0)
+    free = psutil.virtual_memory().available
+    if context.tier != "cpu" and torch.cuda.is_available():
+        free = min(free, torch.cuda.mem_get_info()[0])
+    return max(1, min(len(os.sched_getaffinity(0)), free // needed, len(jobs)))
 
 
 def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
     """Outcomes as they come. However it ends, Ctrl-C and closing included, no process is left behind."""
-    workers = 1 if any(job.alone for job in jobs) else worker_count(context, len(jobs))
+    workers = 1 if any(job.alone for job in jobs) else worker_count(context, jobs)
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with _one_thread_each(workers):
         pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)

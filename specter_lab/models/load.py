@@ -91,6 +91,11 @@ def shown_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a checkpoint's weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 def checkpoint_digest(folder: Path) -> str:
     """One sha256 for a checkpoint: weights, config.json and tokenizer; zoo files are checked against their manifest.
 
@@ -162,7 +167,7 @@ def placement(name: str) -> dict[str, torch.dtype | str]:
     """
     if name in ZOO_MODELS or not torch.cuda.is_available():
         return {"dtype": torch.float32, "device": "cpu"}
-    stored_bytes = sum(file.stat().st_size for file in resolve(name).glob("*.safetensors"))  # two bytes a weight
+    stored_bytes = weight_bytes(resolve(name))  # two bytes a weight
     fits = 4 * stored_bytes < torch.cuda.mem_get_info()[0]
     return {"dtype": torch.float32 if fits else torch.bfloat16, "device": "cuda"}
 

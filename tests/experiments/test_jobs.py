@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -78,6 +79,16 @@ def test_a_damaged_row_is_computed_again(log, damage):
     assert started(log) == {"0": 2}
 
 
+def test_a_process_per_core_as_far_as_memory_goes(tmp_path):
+    """The folder's weights are a sparse file of 10 TB: no second process fits beside one that holds them."""
+    work = [jobs.Job(str(i), print, {"model": str(tmp_path)}) for i in range(2)]
+    assert local_processes.worker_count(context(), work) == min(2, len(os.sched_getaffinity(0)))
+    (tmp_path / "model.safetensors").touch()
+    os.truncate(tmp_path / "model.safetensors", 10 * 10**12)
+    assert local_processes.worker_count(context(), work) == 1
+    assert local_processes.worker_count(replace(context(), tier="gpu"), work) == 1
+
+
 def test_a_row_that_is_removed_meanwhile_is_one_sentence(log, monkeypatch):
     monkeypatch.setattr(jobs, "_compute", lambda context, pending, bar: None)
     with pytest.raises(UserError, match="the row 'square of 0' was removed or altered .* run the command again"):
@@ -85,7 +96,7 @@ def test_a_row_that_is_removed_meanwhile_is_one_sentence(log, monkeypatch):
 
 
 def test_an_error_names_its_row_and_the_rows_before_it_are_kept(log, monkeypatch):
-    monkeypatch.setattr(local_processes, "worker_count", lambda context, count: 1)
+    monkeypatch.setattr(local_processes, "worker_count", lambda context, jobs: 1)
     monkeypatch.setenv("TOY_FAIL", "2")
     with pytest.raises(UserError, match="^square of 2: it was told to fail"):
         jobs.run(context(), toy.squares(context()))

@@ -52,6 +52,7 @@ def run(context: Context) -> pd.DataFrame:
             function,
             {"model": model, "digest": routing.inputs_digest(model), "seed": context.seed},
             cost,
+            alone=True,
         )
         for model in _present(context)
         for what, function, cost in (
