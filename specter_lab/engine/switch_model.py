@@ -26,10 +26,16 @@ class Attention:
     """Projections [out, in] of one attention, and the norm before it."""
 
     norm: Tensor  # [H]
-    q: Tensor  # [heads D, H]
-    k: Tensor
-    v: Tensor
+    qkv: Tensor  # [3 heads D, H]
     o: Tensor  # [H, heads D]
+
+    @property
+    def q(self) -> Tensor:
+        return self.qkv[: self.o.shape[1]]
+
+    @property
+    def kv(self) -> Tensor:
+        return self.qkv[self.o.shape[1] :]
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,8 @@ def read_switch(model: PreTrainedModel, make_experts: MakeExperts = SortedExpert
 
     def attention(module: torch.nn.Module, name: str) -> Attention:
         inner = getattr(module, name)
-        weights = (getattr(inner, part).weight.detach() for part in "qkvo")
-        return Attention(module.layer_norm.weight.detach(), *weights)
+        q, k, v, o = (getattr(inner, part).weight.detach() for part in "qkvo")
+        return Attention(module.layer_norm.weight.detach(), torch.cat((q, k, v)), o)
 
     def feed_forward(module: torch.nn.Module) -> FeedForward:
         norm, mlp = module.layer_norm.weight.detach(), module.mlp
@@ -134,8 +140,9 @@ def random_switch(
         return torch.ones(hidden, dtype=dtype, device=device)
 
     def attention() -> Attention:
-        weights = (matrix(hidden, hidden, inputs=hidden) * (HEAD_DIM**-0.5 if part == "q" else 1) for part in "qkvo")
-        return Attention(one(), *weights)
+        made = Attention(one(), matrix(3 * hidden, hidden, inputs=hidden), matrix(hidden, hidden, inputs=hidden))
+        made.q.mul_(HEAD_DIM**-0.5)
+        return made
 
     def feed_forward(sparse: bool) -> FeedForward:
         if not sparse:
@@ -159,7 +166,7 @@ def random_switch(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., H] divided by its root mean square (float32), times the weight."""
-    return weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def position_bias(model: SwitchModel, table: Tensor, queries: int, keys: int, *, causal: bool) -> Tensor:
@@ -174,15 +181,15 @@ def position_bias(model: SwitchModel, table: Tensor, queries: int, keys: int, *,
     return table[first + torch.where(distance < exact, distance, far)].permute(2, 0, 1)
 
 
-def heads_of(x: Tensor, heads: int) -> Tensor:
-    """[B, T, heads D] -> [B, heads, T, D]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+def heads_of(x: Tensor, parts: int, heads: int) -> Tensor:
+    """[B, T, parts heads D] -> [parts, B, heads, T, D]."""
+    return x.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4)
 
 
-def mix(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention [B, heads, T, D] -> [B, T, heads D]; `bias` is added to the scores."""
-    found = (q @ k.transpose(-1, -2) + bias).softmax(-1) @ v
-    return found.transpose(1, 2).flatten(-2)
+def attend_(x: Tensor, part: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> None:
+    """Add to x [B T, H] what q [B, heads, T, D] finds in k and v; `bias` is added to the scores, which T5 does not scale."""
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+    x.addmm_(found.transpose(1, 2).reshape(len(x), -1), part.o.t())
 
 
 def route(router: Tensor, hidden: Tensor, finished: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -191,15 +198,15 @@ def route(router: Tensor, hidden: Tensor, finished: Tensor | None) -> tuple[Tens
     return (experts if finished is None else experts.masked_fill(finished, len(router))), factors
 
 
-def feed_forward(
-    model: SwitchModel, layer: FeedForward, x: Tensor, finished: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """x [N, H] plus the layer's result, and the experts [N] that a sparse one used."""
+def feed_forward_(model: SwitchModel, layer: FeedForward, x: Tensor, finished: Tensor | None = None) -> Tensor | None:
+    """Add to x [N, H] the layer's result; the experts [N] that a sparse one used."""
     hidden = rms_norm(x, layer.norm, model.eps)
     if layer.router is None:
-        return x + F.linear(F.linear(hidden, layer.wi).relu(), layer.wo), None
+        x.addmm_(F.linear(hidden, layer.wi).relu_(), layer.wo.t())
+        return None
     experts, factors = route(layer.router, hidden, finished)
-    return x + layer.experts(hidden, experts, factors), experts
+    x.add_(layer.experts(hidden, experts, factors))
+    return experts
 
 
 def encode(model: SwitchModel, sources: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,13 +215,12 @@ def encode(model: SwitchModel, sources: Tensor) -> tuple[Tensor, Tensor]:
     Padding is given the id past the last expert, so no expert computes it.
     """
     padding = sources == model.pad  # [B, S]
-    x = F.embedding(sources, model.embedding)
+    x = F.embedding(sources.flatten(), model.embedding)  # [B S, H]
     mask = torch.zeros_like(padding, dtype=x.dtype).masked_fill(padding, torch.finfo(x.dtype).min)[:, None, None, :]
     bias = position_bias(model, model.encoder_bias, sources.shape[1], sources.shape[1], causal=False) + mask
     for layer in model.encoder:
         part = layer.attention
-        hidden = rms_norm(x, part.norm, model.eps)
-        q, k, v = (heads_of(F.linear(hidden, weight), model.heads) for weight in (part.q, part.k, part.v))
-        x = x + F.linear(mix(q, k, v, bias), part.o)
-        x = feed_forward(model, layer.feed_forward, x.flatten(0, 1), padding.flatten())[0].view_as(x)
-    return rms_norm(x, model.encoder_norm, model.eps), mask
+        hidden = rms_norm(x, part.norm, model.eps).view(*sources.shape, -1)
+        attend_(x, part, *heads_of(F.linear(hidden, part.qkv), 3, model.heads), bias)
+        feed_forward_(model, layer.feed_forward, x, padding.flatten())
+    return rms_norm(x, model.encoder_norm, model.eps).view(*sources.shape, -1), mask

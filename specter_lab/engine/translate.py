@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specter_lab.engine.graphs import captured
-from specter_lab.engine.switch_model import SwitchModel, encode, feed_forward, heads_of, mix, position_bias, rms_norm
+from specter_lab.engine.switch_model import SwitchModel, attend_, encode, feed_forward_, heads_of, position_bias, rms_norm
 
 _NEVER = -1e9  # score of what must not be chosen
 _CHECK_EVERY = 4  # steps between questions to a GPU whether all sentences are finished
@@ -68,10 +68,10 @@ class Session:
     def _allocate(self, batch: int, source_tokens: int) -> None:
         model, beam, steps = self.model, self.options.beam, self.options.max_tokens
         device, dtype, rows = model.device, model.embedding.dtype, batch * beam
-        dim = model.decoder[0].attention.q.shape[0] // model.heads
+        dim = model.decoder[0].attention.o.shape[1] // model.heads
 
-        def cache(*shape: int) -> list[tuple[Tensor, Tensor]]:
-            return [tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv") for _ in model.decoder]
+        def cache(*shape: int) -> list[Tensor]:
+            return [torch.zeros((2, *shape), dtype=dtype, device=device) for _ in model.decoder]  # keys, values
 
         self.sources = torch.full((batch, source_tokens), model.pad, device=device)
         self.lengths = torch.full((batch,), steps, device=device)  # tokens after which a sentence is finished
@@ -96,9 +96,8 @@ class Session:
         """Encode `sources` and forget the batch before."""
         states, mask = encode(self.model, self.sources)
         self.cross_mask.copy_(mask)
-        for layer, pair in zip(self.model.decoder, self.cross_kv):
-            for cache, weight in zip(pair, (layer.cross.k, layer.cross.v)):
-                cache.copy_(heads_of(F.linear(states, weight), self.model.heads))
+        for layer, cache in zip(self.model.decoder, self.cross_kv):
+            cache.copy_(heads_of(F.linear(states, layer.cross.kv), 2, self.model.heads))
         for buffer, value in (
             (self.position, 0), (self.last, self.model.pad), (self.tokens, self.model.pad), (self.scores, 0.0),
             (self.done_tokens, self.model.pad), (self.done_scores, _NEVER), (self.finished, False),
@@ -150,22 +149,21 @@ def _decoder_step(state: Session) -> Tensor:
     x = F.embedding(state.last, model.embedding)  # [R, H]
     finished = state.finished[:, None].expand(-1, beam).flatten() if state.options.prune else None
     bias = _past(state)
-    sparse = 0
-    for layer, (keys, values), (cross_keys, cross_values) in zip(model.decoder, state.self_kv, state.cross_kv):
+    used = []
+    for layer, self_kv, cross_kv in zip(model.decoder, state.self_kv, state.cross_kv):
         part = layer.attention
         hidden = rms_norm(x, part.norm, model.eps).unflatten(0, (-1, beam))  # [B, beam, H]
-        q, k, v = (heads_of(F.linear(hidden, weight), model.heads) for weight in (part.q, part.k, part.v))
-        keys.index_copy_(3, state.position, k[..., None, :])
-        values.index_copy_(3, state.position, v[..., None, :])
-        x = x + F.linear(mix(q, keys.flatten(2, 3), values.flatten(2, 3), bias), part.o).flatten(0, 1)
+        q, *kv = heads_of(F.linear(hidden, part.qkv), 3, model.heads)
+        for cache, new in zip(self_kv, kv):  # [B, heads, beam, steps, D]
+            cache.index_copy_(3, state.position, new[..., None, :])
+        attend_(x, part, q, *self_kv.flatten(3, 4), bias)
         part = layer.cross
         hidden = rms_norm(x, part.norm, model.eps).unflatten(0, (-1, beam))  # a sentence's beams share its states
-        q = heads_of(F.linear(hidden, part.q), model.heads)  # [B, heads, beam, D]
-        x = x + F.linear(mix(q, cross_keys, cross_values, state.cross_mask), part.o).flatten(0, 1)
-        x, used = feed_forward(model, layer.feed_forward, x, finished)
-        if used is not None:
-            state.experts[:, sparse].index_copy_(0, state.position, used[None])
-            sparse += 1
+        (q,) = heads_of(F.linear(hidden, part.q), 1, model.heads)
+        attend_(x, part, q, *cross_kv, state.cross_mask)
+        experts = feed_forward_(model, layer.feed_forward, x, finished)
+        used += [] if experts is None else [experts]
+    state.experts.index_copy_(0, state.position, torch.stack(used)[None])
     hidden = rms_norm(x, model.decoder_norm, model.eps) * x.shape[-1] ** -0.5
     return F.linear(hidden, model.embedding)
 
