@@ -95,7 +95,7 @@ def spread(tokens: int, active: int) -> SortedTokens:
 def calls_of(bank: list[ChannelWeights], x: Tensor, active: int, tiles: ChannelTiles | None = None) -> list:
     """One call per copy of the weights, each with a routing of its own."""
     out = torch.empty(len(x), bank[0].outputs, dtype=x.dtype, device="cuda")
-    tiles = tiles or tiles_for(len(x), EXPERTS)
+    tiles = tiles or tiles_for(bank[0].kind, len(x), EXPERTS)
     routes = [spread(len(x), active) for _ in bank]
     for route in routes:
         tiled(route, tiles.tokens)  # sorting and cutting into tiles is not what is timed
@@ -139,7 +139,7 @@ def rows_of(shape: str, dtype: str, copy: float, *, tokens: Iterable[int] = TOKE
                         calls = torch_calls(part, x, count) if kind == TORCH else calls_of(part, x, count, tiles)
                         times = replay_times_us(calls, _REPEATS)
                         low, time, high = np.quantile(times, (0.05, 0.5, 0.95)).tolist()
-                        shown = "" if tiles is None else f"{tiles.outputs}x{tiles.tokens}/{tiles.warps}"
+                        shown = "" if tiles is None else f"{tiles.outputs}x{tiles.tokens}/{tiles.warps}+{tiles.ahead}"
                         yield ChannelRow(shape, inputs, outputs, dtype, kind, number, count, cache, time, low, high,
                                          read / copy / 1e3, read / 1e6, copy, shown)  # fmt: skip
             del bank
@@ -152,9 +152,10 @@ def report(row: ChannelRow) -> str:
 
 
 TUNINGS = tuple(
-    ChannelTiles(outputs, tokens, warps)
-    for outputs, warps in ((32, 2), (64, 2), (64, 4), (128, 4), (128, 8))
+    ChannelTiles(outputs, tokens, warps, ahead)
+    for outputs, warps in ((32, 2), (64, 2), (64, 4), (128, 4))
     for tokens in (8, 16)
+    for ahead in (2, 4)
 )
 
 

@@ -97,12 +97,19 @@ class ChannelTiles:
     outputs: int  # weight rows, 16 for every warp at least
     tokens: int  # at least 8
     warps: int
+    ahead: int = 2  # tiles of weights that are on their way while as many are multiplied
 
 
-def tiles_for(tokens: int, experts: int) -> ChannelTiles:
+_FEW_TOKENS = {  # of at most 8 tokens an expert; found by `bench_channel --tune` on an H200, weights cold
+    HALF: ChannelTiles(64, 16, 2), INT8_NATIVE: ChannelTiles(64, 8, 4), INT8_I2F: ChannelTiles(64, 8, 4),
+    INT4_I2F: ChannelTiles(64, 8, 2),
+}  # fmt: skip
+
+
+def tiles_for(kind: str, tokens: int, experts: int) -> ChannelTiles:
     """The default: few tokens an expert leave most of a wide tile empty."""
     share = tokens / min(tokens, experts)
-    return ChannelTiles(64, 8 if share <= 8 else 16 if share <= 32 else 32, 4)
+    return _FEW_TOKENS[kind] if share <= 8 else ChannelTiles(64, 16 if share <= 32 else 32, 4)
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,7 @@ def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out:
     """
     from specter_lab.engine.kernels import channel_kernels
 
-    tiles = tiles or tiles_for(sorted_tokens.tokens, sorted_tokens.num_experts)
+    tiles = tiles or tiles_for(weights.kind, sorted_tokens.tokens, sorted_tokens.num_experts)
     _check(x, weights, out, tiles)
     if not sorted_tokens.tokens:
         return out
@@ -183,7 +190,8 @@ def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out:
         x if weights.scales is None else weights.scales, x if factors is None else factors, out,
         expert, start, count, sorted_tokens.order, sorted_tokens.num_experts,
         KIND=KINDS.index(weights.kind), PARTS=parts, TYPE=_gluon_type(x.dtype), OUTPUTS=weights.outputs,
-        ROW_WORDS=weights.words.shape[2], ROWS=tiles.outputs, TOKENS=tiles.tokens, DIRECT=sorted_tokens.direct, GATHER=gather, SCATTER=factors is not None, RELU=relu, num_warps=tiles.warps,
+        ROW_WORDS=weights.words.shape[2], ROWS=tiles.outputs, TOKENS=tiles.tokens, AHEAD=tiles.ahead,
+        DIRECT=sorted_tokens.direct, GATHER=gather, SCATTER=factors is not None, RELU=relu, num_warps=tiles.warps,
     )  # fmt: skip
     return out
 

@@ -153,10 +153,19 @@ def _multiply(words, packed, acc, KIND: gl.constexpr, PARTS: gl.constexpr, TYPE:
 
 
 @gluon.jit
+def _tiles(tile_of, first, TILES: gl.constexpr, AHEAD: gl.constexpr):
+    """The next AHEAD tiles of weights; past the last one, nothing is read."""
+    found = ()
+    for tile in gl.static_range(AHEAD):
+        found = found + (gl.load(tile_of + (first + tile) * WORDS, mask=first + tile < TILES, other=0),)
+    return found
+
+
+@gluon.jit
 def grouped_gemm(
     x, weights, scales, factors, out, expert_of, start_of, count_of, order, num_experts,
     KIND: gl.constexpr, PARTS: gl.constexpr, TYPE: gl.constexpr, OUTPUTS: gl.constexpr, ROW_WORDS: gl.constexpr,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, DIRECT: gl.constexpr,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr,
     GATHER: gl.constexpr, SCATTER: gl.constexpr, RELU: gl.constexpr,
 ):  # fmt: skip
     """[TOKENS, ROWS] of `out` per program: weights of the slot's expert times its tokens' inputs, at most TOKENS of them.
@@ -196,16 +205,16 @@ def grouped_gemm(
         token = gl.load(order + start + n, mask=n < count, other=0)
     inputs_of = x + (token.to(gl.int64) * ROW_WORDS)[None, :] + w_b[:, None]  # [W, N]
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=MMA)
-    here0 = gl.load(tile_of)
-    here1 = gl.load(tile_of + WORDS, mask=TILES > 1, other=0)
-    for tile in range(0, TILES, 2):
-        next0 = gl.load(tile_of + (tile + 2) * WORDS, mask=tile + 2 < TILES, other=0)
-        next1 = gl.load(tile_of + (tile + 3) * WORDS, mask=tile + 3 < TILES, other=0)
-        packed0 = gl.load(inputs_of + tile * WORDS, mask=good, other=0)
-        packed1 = gl.load(inputs_of + (tile + 1) * WORDS, mask=good & (tile + 1 < TILES), other=0)
-        acc = _multiply(here0, packed0, acc, KIND, PARTS, TYPE)
-        acc = _multiply(here1, packed1, acc, KIND, PARTS, TYPE)
-        here0, here1 = next0, next1
+    here = _tiles(tile_of, 0, TILES, AHEAD)
+    for first in range(0, TILES, AHEAD):
+        later = _tiles(tile_of, first + AHEAD, TILES, AHEAD)
+        packed = ()
+        for tile in gl.static_range(AHEAD):
+            inside = good & (first + tile < TILES)
+            packed = packed + (gl.load(inputs_of + (first + tile) * WORDS, mask=inside, other=0),)
+        for tile in gl.static_range(AHEAD):
+            acc = _multiply(here[tile], packed[tile], acc, KIND, PARTS, TYPE)
+        here = later
     if KIND != HALF:
         acc *= gl.load(scales + expert * OUTPUTS + row_out).to(gl.float32)[:, None]
     if RELU:
