@@ -18,7 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specter_lab.engine.graphs import captured
-from specter_lab.engine.switch_model import SwitchModel, attend_, encode, feed_forward_, heads_of, position_bias, rms_norm
+from specter_lab.engine.switch_model import (
+    SwitchModel,
+    attend_,
+    encode,
+    feed_forward_,
+    heads_of,
+    position_bias,
+    rms_norm,
+)
 
 _NEVER = -1e9  # score of what must not be chosen
 _CHECK_EVERY = 4  # steps between questions to a GPU whether all sentences are finished
