@@ -163,13 +163,11 @@ def placement(name: str) -> dict[str, torch.dtype | str]:
     """`dtype` and `device` for `load` where an experiment takes any model by name.
 
     Shipped models stay in float32 on the CPU, so that their figures depend on no GPU. Others go to the GPU if there is
-    one, in float32 if two copies fit (a draft's experts are values of that size too), else in bfloat16.
+    one, in bfloat16: what they are stored in, and the one type for which torch multiplies all experts in one launch.
     """
     if name in ZOO_MODELS or not torch.cuda.is_available():
         return {"dtype": torch.float32, "device": "cpu"}
-    stored_bytes = weight_bytes(resolve(name))  # two bytes a weight
-    fits = 4 * stored_bytes < torch.cuda.mem_get_info()[0]
-    return {"dtype": torch.float32 if fits else torch.bfloat16, "device": "cuda"}
+    return {"dtype": torch.bfloat16, "device": "cuda"}
 
 
 def check_device(device: str) -> None:
