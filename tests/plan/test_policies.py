@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,11 @@ from specter_lab.errors import UserError
 from specter_lab.experiments.specter import offload
 from specter_lab.plan import policies, serve
 from specter_lab.plan.policies import POLICIES, find_policy
-from specter_lab.plan.policies.adapmoe import divide, lru_hits, uneven_slots
 from specter_lab.plan.policies.fiddler import popularity
 from specter_lab.plan.policies.moe_infinity import PRIOR_TOKENS, Activations
 from specter_lab.plan.policies.promoe import next_layer, predicted
 from specter_lab.plan.policies.sp_moe import copies_per_layer, cutoff_layer
 from specter_lab.plan.simulate import simulate
-from specter_lab.plan.workload import Workload
 from tests.plan.made import needs_of, scene_of, windows_of
 
 README = Path(policies.__file__).with_name("README.md").read_text(encoding="utf-8")
@@ -72,45 +69,6 @@ def test_lfu_counts_uses_that_were_misses():
     found = run("lfu", replace(windows, target=used, prompt=np.full((1, 1, 1, 1), 2, np.uint8)), slots=2)
     # 2 and 0 are there; 1 evicts 2, used as often as 2 but later; the last 0 hits
     assert found.hits.counts[serve.NEEDED_READY] == 2
-
-
-def test_lru_hit_curves_are_those_of_lru():
-    """Stack distances against LRU caches of every size, kept as lists."""
-    windows = windows_of(positions=40, layers=2)
-    experts = Workload(windows, 2).decoding()[0]  # [N, L, k]
-    hits = lru_hits(experts, 8)
-    for layer, slots in product(range(2), range(2, 9)):
-        recent, found = [], 0
-        for used in experts[:, layer].tolist():
-            found += sum(e in recent[:slots] for e in used)
-            recent = used + [e for e in recent if e not in used]
-        assert hits[layer, slots] == found
-
-
-def test_the_division_of_slots_is_the_best_there_is():
-    generator = np.random.default_rng(0)
-    for _ in range(20):
-        hits = np.concatenate([np.zeros((3, 1)), generator.integers(0, 9, (3, 4))], axis=1)  # not even increasing
-        total = int(generator.integers(3, 13))
-        best = max(
-            sum(hits[layer, c] for layer, c in enumerate(slots))
-            for slots in product(range(1, 5), repeat=3)
-            if sum(slots) == total
-        )
-        slots = divide(hits, total)
-        assert slots.sum() == total and slots.min() >= 1
-        assert hits[np.arange(3), slots].sum() == best
-
-
-def test_uneven_slots_follow_the_layers():
-    """A layer whose tokens all use the same experts needs no more than those."""
-    windows = windows_of(positions=40, layers=2, requests=2)
-    steady = windows.target.copy()
-    steady[:, :, :, 0] = np.array([0, 1], np.uint8)
-    _, scene = scene_of(windows, slots=2, history=replace(windows, target=steady))
-    slots = uneven_slots(scene)
-    assert slots.sum() == 2 * (2 + scene.pool_slots) and slots[0] == 2
-    assert (uneven_slots(replace(scene, history=None)) == 2 + scene.pool_slots).all()
 
 
 def test_next_layer_tables():
