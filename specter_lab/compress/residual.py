@@ -14,16 +14,31 @@ moved) is listed as it is, so that every pattern comes back bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specter_lab.compress.grid import Codes
+from specter_lab.compress.grid import Codes, round_to_nearest
 
 STREAM_BITS = (3, 1)  # of |q| = 0 and 1; larger codes have none
 EXCEPTION_BYTES = 4 + 2  # place and pattern
 ROW_BYTES = 4  # where a row's stream begins
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of many weights."""
+
+    weights: int
+    moved_bytes: int
+    exceptions: int
+
+    @property
+    def bits(self) -> float:
+        """Per weight, over the link."""
+        return 8 * self.moved_bytes / self.weights
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,17 @@ class Residual:
     def nbytes(self) -> int:
         """What crosses the link."""
         return self.low.nbytes + self.stream.nbytes + ROW_BYTES * len(self.starts) + EXCEPTION_BYTES * len(self.places)
+
+
+def size(parts: Iterable[Tensor]) -> Size:
+    """What BF16 matrices [..., out, in] weigh on the link when their codes are rounded to nearest."""
+    found = Size(0, 0, 0)
+    for weights in parts:
+        residual = encode(weights, round_to_nearest(weights, 4))
+        found = Size(
+            found.weights + weights.numel(), found.moved_bytes + residual.nbytes, found.exceptions + len(residual.places)
+        )
+    return found
 
 
 def encode(weights: Tensor, codes: Codes) -> Residual:

@@ -124,6 +124,11 @@ EXPERIMENTS = {
             {"cpu": 2, "paper": None}, aliases=("calibration",),
         ),
         Experiment(
+            "specter-beyond", "ideas beyond the paper behind PCIe 5: each alone, and what the planner picks, simulated",
+            "Specter", "beyond the paper", "specter_lab.experiments.specter.beyond",
+            {"cpu": 2, "paper": None}, aliases=("beyond",),
+        ),
+        Experiment(
             "specter-kernel", "the fused INT4 multi-expert kernel against one launch per expert and BF16",
             "Specter", "SEE kernel", "specter_lab.experiments.specter.kernel",
             {"gpu": 1}, aliases=("kernel",),

@@ -131,12 +131,13 @@ class _Run:
         if len(loads[0]):
             costs = self.scene.costs
             begun = prefetch(self.slots, self.streams, self.meter, costs.copy_ms, costs.disk, clock.now_ms, *loads)
-            self.prefetcher.observe_copy(begun * costs.expert_bytes, begun * costs.pace_ms)
+            self.prefetcher.observe_copy(begun * costs.link_bytes, begun * costs.pace_ms)
 
-    def copies(self) -> int:
-        """Experts that have crossed the link, or were read over it."""
-        ours = self.meter.counts
-        return ours[counted.COPIES] + ours[counted.READ_THROUGH_MISSES] + self.draft_meter.counts[counted.COPIES]
+    def moved_bytes(self) -> float:
+        """What has crossed the link, as copies or read by kernels."""
+        costs, ours = self.scene.costs, self.meter.counts
+        copies = ours[counted.COPIES] + self.draft_meter.counts[counted.COPIES]
+        return copies * costs.link_bytes + ours[counted.READ_THROUGH_MISSES] * costs.expert_bytes
 
     def hits(self) -> Hits:
         uses, ready = self.draft_meter.counts[[counted.USES, counted.USES_READY]].tolist()
@@ -249,8 +250,8 @@ def _prefill(state: _Run, active: Sequence[int], needs: Needs) -> float:
 
 def _round(state: _Run, active: Sequence[int], now: Round) -> tuple[float, ...]:
     """Draft, prefetch, verify: a row of `RoundTimes`."""
-    streams, meter, prefetcher, costs = state.streams, state.meter, state.prefetcher, state.scene.costs
-    start, stall_ms, h2d_ms, copies = streams.free_ms[COMPUTE], meter.stall_ms[0], streams.busy_ms[H2D], state.copies()
+    streams, meter, prefetcher = state.streams, state.meter, state.prefetcher
+    start, stall_ms, h2d_ms, moved = streams.free_ms[COMPUTE], meter.stall_ms[0], streams.busy_ms[H2D], state.moved_bytes()
     meter.fetched[:] = False
     prefetcher.foresee(now.needs)
     clock = state.clock()
@@ -267,9 +268,8 @@ def _round(state: _Run, active: Sequence[int], now: Round) -> tuple[float, ...]:
     drafted = streams.free_ms[COMPUTE]
     end = _target_pass(state, active, now.needs)
     tokens = sum(now.accepted) + len(now.accepted)
-    moved_bytes = (state.copies() - copies) * costs.expert_bytes
     stall_ms, h2d_ms = meter.stall_ms[0] - stall_ms, streams.busy_ms[H2D] - h2d_ms
-    return start, drafted, end, now.depth, tokens, stall_ms, h2d_ms, moved_bytes
+    return start, drafted, end, now.depth, tokens, stall_ms, h2d_ms, state.moved_bytes() - moved
 
 
 def _tell_routing(state: _Run, drafted: np.ndarray) -> float:

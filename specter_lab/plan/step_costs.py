@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 from specter_lab.models.anatomy import Anatomy
 from specter_lab.plan.cost import OPERATORS_PER_LAYER, draft_step_ms, every_token_ms
@@ -28,6 +29,14 @@ READ_THROUGH = 0.85  # of a large copy's bandwidth: a kernel reading pinned memo
 
 
 @dataclass(frozen=True)
+class Transport:
+    """How a copied expert crosses the link. What a kernel reads from host memory by itself crosses it as it is."""
+
+    bits: float = 16.0  # of a BF16 weight
+    restore_gb_s: float = inf  # BF16 out of the kernel that puts weights together again; charged after every copy
+
+
+@dataclass(frozen=True)
 class StepCosts:
     """One model on one machine."""
 
@@ -36,6 +45,7 @@ class StepCosts:
     fused: bool = True  # one launch for all experts of a layer (Specter, section SEE); else EXPERT_OPERATORS for each
     context_tokens: int = 0  # KV entries that every pass reads
     on_host: int | None = None  # experts of every layer that host memory holds; None: all
+    transport: Transport = Transport()
 
     def placed(self, gpu_bytes: int) -> StepCosts:
         """The same, with as many experts in host memory as it has room for beside its system; the others stay on disk.
@@ -55,8 +65,8 @@ class StepCosts:
 
     @cached_property
     def copy_ms(self) -> float:
-        """One expert from host to GPU memory."""
-        return self.profile.h2d_ms(self.model.expert_bytes)
+        """One expert from host to GPU memory, ready for use."""
+        return self.profile.h2d_ms(self.link_bytes) + self.model.expert_bytes / self.transport.restore_gb_s * 1e-6
 
     @cached_property
     def disk(self) -> Disk:
@@ -78,6 +88,11 @@ class StepCosts:
     @property
     def expert_bytes(self) -> int:
         return self.model.expert_bytes
+
+    @property
+    def link_bytes(self) -> float:
+        """What crosses the link when an expert is copied."""
+        return self.model.expert_bytes * self.transport.bits / 16
 
     def of_pass(self, tokens: int) -> PassCosts:
         """Everything that a target pass of `tokens` tokens is charged."""

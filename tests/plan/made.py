@@ -57,6 +57,10 @@ class RoundNumbers:
     def expert_bytes(self) -> int:
         return self.model.expert_bytes
 
+    @property
+    def link_bytes(self) -> int:
+        return self.model.expert_bytes
+
     def of_pass(self, tokens: int) -> PassCosts:
         return PassCosts(
             layer_ms=self.layer_ms, read_ms=self.read_ms, flop_ms=0.0, launch_ms=0.0, copy_ms=self.copy_ms,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specter_lab.compress.grid import round_to_nearest
 from specter_lab.compress.int4 import pack
-from specter_lab.compress.residual import encode
+from specter_lab.compress.residual import encode, size
 from specter_lab.models.experts import read_banks
 from specter_lab.models.load import ZOO_MODELS, load
 
@@ -33,11 +33,10 @@ def weights_of(name: str) -> Iterator[Tensor]:
 
 def size_row(name: str) -> str:
     """Bits per weight over the link, without the codes that are there already."""
-    moved = count = exceptions = 0
-    for weights in weights_of(name):
-        residual = encode(weights, round_to_nearest(weights, 4))
-        moved, count, exceptions = moved + residual.nbytes, count + weights.numel(), exceptions + len(residual.places)
-    return f"{name:14s} {8 * moved / count:5.2f} bits of 16, {2 * count / moved:.2f}x the link; {exceptions / count:.2%} exceptions"
+    found = size(weights_of(name))
+    return (
+        f"{name:14s} {found.bits:5.2f} bits of 16, {16 / found.bits:.2f}x the link; {found.exceptions / found.weights:.2%} exceptions"
+    )
 
 
 def rate_row() -> str:
