@@ -93,7 +93,7 @@ def plot(rows: pd.DataFrame) -> Figure:
         right.plot(BATCHES, paper.loc[name], "x--", color=color, lw=1, label=f"{name}, the paper's")
     right.set(xscale="log", yscale="log", xlabel="batch, sentences", ylabel="speed over speed (beam 1)")
     right.set_title("b  Ratios", loc="left", fontsize=10)
-    right.legend(fontsize=7.5)
+    right.legend(fontsize=7.5, loc="center right")
     for axis in (left, right):
         axis.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
         axis.minorticks_off()
