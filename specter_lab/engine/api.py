@@ -33,7 +33,7 @@ from specter_lab.plan.depth_control import DepthController, FixedDepth, OnlineDe
 from specter_lab.plan.hardware import PAPERS_GPU, read_profile
 from specter_lab.plan.policies import find_policy
 from specter_lab.plan.policy import Policy, Prefetcher, Scene
-from specter_lab.plan.serve import CPU_IF_SOONER, LOAD, READ_THROUGH
+from specter_lab.plan.serve import ADMIT, CPU_IF_SOONER, LOAD, READ_THROUGH
 from specter_lab.plan.step_costs import StepCosts
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -221,7 +221,8 @@ def _runnable(policy: str | Policy, mode: str) -> Policy:
     cannot = [
         (policy.lossy, "changes the output"),
         (policy.draft not in ("int4", None), "drafts with fewer of the target's experts"),
-        (policy.miss not in (LOAD, READ_THROUGH, CPU_IF_SOONER), "computes misses on the CPU whatever the link does"),
+        (policy.miss == ADMIT, "has kernels load misses into slots"),
+        (policy.miss not in (LOAD, READ_THROUGH, CPU_IF_SOONER, ADMIT), "computes misses on the CPU whatever the link does"),
         (policy.scores is not None, "scores its victims"),
     ]
     for is_so, what in cannot:

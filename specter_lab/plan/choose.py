@@ -14,7 +14,7 @@ from specter_lab.plan.policies import find_policy
 from specter_lab.plan.policy import Policy, Scene
 from specter_lab.plan.simulate import simulate
 
-LOSSLESS = ("specter-fast", "specter-uneven", "specter-shared", "lru-s", "adapmoe", "lru-shared")
+LOSSLESS = ("specter-fast", "specter-uneven", "specter-admit", "specter-shared", "lru-s", "adapmoe", "lru-admit", "lru-shared")
 DEPTHS = (2, 4, 8, 16)
 
 

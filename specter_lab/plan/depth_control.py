@@ -161,7 +161,8 @@ class OnlineDepth:
         self._rounds += 1
         if self._times.observe(depth, round_ms):
             self._rounds = 0
-        self._credit_ms = min(self._credit_ms + self._exploration * round_ms, self.LARGEST_LOSS * round_ms)
+        most_ms = self.LARGEST_LOSS * float(self._times.ms.max())  # more than any trial may lose: none waits for ever
+        self._credit_ms = min(self._credit_ms + self._exploration * round_ms, most_ms)
         self._deepest = max(self._deepest, depth)
 
 

@@ -6,7 +6,7 @@ copy waits for the first expert that is done (Specter, sections PIO and SEE).
 
 Who loads a miss decides when its copy may begin. Residents are found by a table on the GPU, so hits never wait for the host;
 but a copy is the host's to begin, and it knows of a miss only when the layer's routing has reached it: one small copy on the
-D2H stream. Kernels that read through, or fall back on the draft's weights, do without. An expert that the host's memory does
+D2H stream. Kernels that read through, load by themselves or fall back on the draft's weights do without. An expert that the host's memory does
 not hold is read from disk first, and crosses the link when it has been read.
 """
 
@@ -44,6 +44,8 @@ CPU_IF_SOONER = 1  # computed by the host's cores when that ends before a copy w
 READ_THROUGH = 2  # read from host memory by the kernel itself; takes no slot
 DRAFT_WEIGHTS = 3  # computed with the draft's INT4 weights: changes the output
 CPU_IF_SHORTER = 4  # computed by the host's cores when that takes less than a copy, whatever is queued
+ADMIT = 5  # loaded into a slot by a kernel, which the host need not be told of
+BY_KERNEL = (READ_THROUGH, ADMIT)
 BY_HOST = (LOAD, CPU_IF_SOONER, CPU_IF_SHORTER)  # the host acts on a miss, so it has to be told of it
 
 # Rows of `counts`.
@@ -183,14 +185,14 @@ def serve(
     """Layers `first` .. `last` - 1 of a target pass; returns the event of its end. `told`: the host learns every routing."""
     row, began_ms = 0, streams.free_ms[COMPUTE]
     for layer in range(first, last):
-        if miss == READ_THROUGH:
+        if miss in BY_KERNEL:
             row = _copy_own(slots, streams, meter, costs, ahead, row, layer, began_ms)
         now = run(streams, COMPUTE, costs.layer_ms, 0.0, ATTENTION, layer, NOBODY)
         if counted:
             _count(slots, meter, needs, layer, now)
         host_ms = run(streams, D2H, costs.routing_ms, now, ROUTING, layer, NOBODY) if told else now
         _experts(slots, streams, meter, costs, needs, miss, layer, now, host_ms)
-        if miss != READ_THROUGH and row < len(ahead.known):
+        if miss not in BY_KERNEL and row < len(ahead.known):
             row = _copy_ahead(slots, streams, meter, costs, ahead, row, layer, host_ms)
     return streams.free_ms[COMPUTE]
 
@@ -283,17 +285,22 @@ def _experts(
             sooner = ends_sooner_by_cpu(cpu_free_ms, cpu_ms, link_free_ms, costs.copy_ms)
             better = sooner if miss == CPU_IF_SOONER else cpu_ms < costs.copy_ms
             kind = CPU_IF_SOONER if better else LOAD
-        if kind == LOAD:
-            slot, after = reserve(slots, layer, expert), host_ms
+        by_host_ms = host_ms if kind not in BY_KERNEL or expert >= costs.disk.first else now  # a kernel reads no disk
+        if kind == LOAD or kind == ADMIT:
+            slot, after = reserve(slots, layer, expert), by_host_ms
             while slot == NONE:  # every slot is in use here: the first expert that is done gives up its own
                 release(slots, layer, in_use[gone])
                 after = max(after, done_ms[gone])
                 gone += 1
                 slot = reserve(slots, layer, expert)
             use(slots, layer, expert)
-            meter.counts[COPIES] += 1
-            there = in_host_memory(streams, costs.disk, host_ms, layer, expert)
-            arrival = run(streams, H2D, costs.copy_ms, max(after, there), MISS, layer, expert)
+            there = max(after, in_host_memory(streams, costs.disk, by_host_ms, layer, expert))
+            if kind == LOAD:
+                meter.counts[COPIES] += 1
+                arrival = run(streams, H2D, costs.copy_ms, there, MISS, layer, expert)
+            else:
+                meter.counts[READ_THROUGH_MISSES] += 1
+                arrival = run(streams, H2D, costs.read_through_ms, there, ZERO_COPY, layer, expert)
             slots.ready_ms[layer, slot] = arrival
             slots.pinned[layer, expert] = True
             in_use[count] = expert
@@ -301,8 +308,7 @@ def _experts(
             count += 1
         elif kind == READ_THROUGH:
             meter.counts[READ_THROUGH_MISSES] += 1
-            asked = host_ms if expert >= costs.disk.first else now  # a kernel reads host memory by itself, but no disk
-            there = in_host_memory(streams, costs.disk, asked, layer, expert)
+            there = in_host_memory(streams, costs.disk, by_host_ms, layer, expert)
             arrival = run(streams, H2D, costs.read_through_ms, there, ZERO_COPY, layer, expert)
             _compute(streams, meter, costs, arrival, uses, layer, expert)
         elif kind == CPU_IF_SOONER:

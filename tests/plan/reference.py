@@ -38,7 +38,7 @@ class Reference:
         )
         self.layers = [Link(slots, order) for _ in range(costs.model.moe_layers)]
         self.free = {"compute": 0.0, "h2d": 0.0, "d2h": 0.0, "cpu": 0.0, "disk": 0.0}
-        self.told = miss not in ("read through", "int4") or costs.disk_ms > 0  # the host learns a layer's routing
+        self.told = miss not in ("read through", "admit", "int4") or costs.disk_ms > 0  # the host learns a layer's routing
         self.clock, self.copies, self.stall, self.hits, self.needed = 0, 0, 0.0, 0, 0
         self.bandwidth, self.step_ms = 12.0, 1.0
         self.pass_costs, self.early = costs.of_pass(1), prefetch == "chunks, early"
@@ -116,8 +116,10 @@ class Reference:
             elif self.miss == "int4":
                 self.run("compute", c.read_ms / 4)
             else:
-                free = 0.0
-                while (arrival := self.put(layer, expert, host, c.copy_ms, free)) is None:
+                by_kernel = self.miss == "admit"
+                free, ms = 0.0, c.read_through_ms if by_kernel else c.copy_ms
+                asked = now if by_kernel and not self.on_disk(expert) else host
+                while (arrival := self.put(layer, expert, asked, ms, free)) is None:
                     first, end = done.pop(0)
                     link.pinned.discard(first)
                     free = max(free, end)
@@ -136,10 +138,10 @@ class Reference:
             self.free["compute"] = max(self.free["compute"], self.free["h2d"])
         begun = self.free["compute"]
         for layer in range(len(self.layers)):
-            if self.prefetch == "rolling" and self.miss == "read through":
+            if self.prefetch == "rolling" and self.miss in ("read through", "admit"):
                 self.bring(layer, begun)
             now = self.layer(layer, used[:, layer], counted)
-            if self.prefetch == "rolling" and self.miss != "read through":
+            if self.prefetch == "rolling" and self.miss not in ("read through", "admit"):
                 self.hand_out_while_verifying(layer, now)
         return self.free["compute"]
 

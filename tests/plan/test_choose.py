@@ -15,7 +15,7 @@ def test_it_tries_all_and_ranks_them():
     _, scene = scene_of(windows, slots=4)
     tried = choose(scene, 20, depths=(1, 4))
     times = [choice.simulated_ms_per_token for choice in tried]
-    assert times == sorted(times) and len(tried) == 3 * 2 + 3
+    assert times == sorted(times) and len(tried) == 4 * 2 + 4
     best = tried[0]
     again = simulate(scene.history, best.policy, replace(scene, depth=best.depth), new_tokens=20)
     assert again.tpot_ms(20)["decode"] == best.simulated_ms_per_token

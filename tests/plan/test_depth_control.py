@@ -125,6 +125,18 @@ def test_online_follows_a_link_that_slows_down():
     assert rate(played[170:]) > 0.93 * rounds.best_fixed(since=170)
 
 
+def test_online_can_afford_a_trial_in_the_end():
+    """Six drafts fail before all succeed. Plain rounds are short, so a deep trial may lose almost all that trials may ever lose."""
+    controller, noise = OnlineDepth(MAX_DEPTH), np.random.default_rng(0).normal(1, 0.12, 1500).clip(0.7, 1.3)
+    depths, drafts = [], 0
+    for of_round in noise.tolist():
+        depth = controller.next_depth()
+        drafts += depth > 0
+        controller.observe(depth, 0 if drafts <= 6 else depth, (320 + 68 * depth if depth else 176) * of_round)
+        depths.append(depth)
+    assert median(depths[-50:]) == MAX_DEPTH
+
+
 def test_online_comes_back_from_plain_decoding():
     before, after = STATIONARY["hopeless"], STATIONARY["deep"]
     played = Rounds([(before, 150), (after, 400)], seed=0).play(OnlineDepth(MAX_DEPTH))

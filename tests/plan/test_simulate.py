@@ -29,7 +29,7 @@ DEMAND = Policy("demand", "", "", draft=None)
 ORDERS = {"lru": LRU, "fifo": FIFO, "lfu": LFU}
 MISSES = {
     "load": serve.LOAD, "cpu if sooner": serve.CPU_IF_SOONER, "read through": serve.READ_THROUGH,
-    "int4": serve.DRAFT_WEIGHTS, "cpu if shorter": serve.CPU_IF_SHORTER,
+    "admit": serve.ADMIT, "int4": serve.DRAFT_WEIGHTS, "cpu if shorter": serve.CPU_IF_SHORTER,
 }  # fmt: skip
 PREFETCH = {
     "chunks": ChunkedPrefetch, "chunks, early": partial(ChunkedPrefetch, last_plan=False), "rolling": RollingPrefetch,
@@ -142,7 +142,7 @@ def test_by_hand_a_plan_waits_for_the_drafted_token_to_reach_the_host():
 def test_the_host_is_told_only_where_it_has_to_act(miss):
     workload, scene = scene_of(windows_of(depth=0), slots=2, told_ms=0.5)
     found = simulate(workload, replace(DEMAND, miss=MISSES[miss]), scene, new_tokens=4, record=True)
-    assert bool(of_work(found, "routing")) == (miss not in ("read through", "int4"))
+    assert bool(of_work(found, "routing")) == (miss not in ("read through", "admit", "int4"))
 
 
 def test_by_hand_an_expert_comes_from_disk():
@@ -199,7 +199,8 @@ def test_equals_the_reference(
     if miss != "read through":
         np.testing.assert_array_equal(rounds.h2d_bytes, rows[:, 4] * scene.costs.expert_bytes)
     assert (counts[serve.NEEDED], counts[serve.NEEDED_READY]) == (plain.needed, plain.hits)
-    assert counts[serve.COPIES] == plain.copies
+    into_slots = counts[serve.COPIES] + (counts[serve.READ_THROUGH_MISSES] if miss == "admit" else 0)
+    assert into_slots == plain.copies
 
 
 def windows_for(policy, seed=0, **shape):

@@ -30,7 +30,7 @@ from specter_lab.plan.bounds import best_hit_rate, most_hits, passes_of
 from specter_lab.plan.policies import find_policy
 from specter_lab.plan.policy import Loads, Policy, Prefetcher, Scene
 from specter_lab.plan.residency import ABSENT, Slots
-from specter_lab.plan.serve import LOAD, READ_THROUGH
+from specter_lab.plan.serve import BY_KERNEL, LOAD
 from specter_lab.plan.workload import Workload
 
 SHIPPED = ("specter", "specter-fast", "sp-l", "lru", "oracle")
@@ -133,7 +133,7 @@ def limits(question: Question, policy: Policy, computing_ms: float) -> dict[str,
     few = Workload(traffic.requests.windows.of(chosen), traffic.requests.layers)
     depth, slots = (0 if policy.draft is None else question.depth), policy.slots(scene)
     passes = passes_of(few, range(few.requests), what_if.NEW_TOKENS, depth=depth)
-    if policy.verify_experts is not None or policy.miss not in (LOAD, READ_THROUGH) or policy.draft == "fewer":
+    if policy.verify_experts is not None or policy.miss not in (LOAD, *BY_KERNEL) or policy.draft == "fewer":
         return dict.fromkeys(("hit_ceiling", "fewest_mb_per_token", "fewest_ms_per_token"), float("nan"))
     if hit_ceilings.demand_only(policy):
         ceiling = best_hit_rate(passes, slots)

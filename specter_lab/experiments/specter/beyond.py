@@ -7,6 +7,7 @@ same systems stands beside them in the notebook.
     fast mode            rolling prefetch, no barrier, the fixed depth of the paper: what the others are compared with
     online depth         the same, its depth learned while it decodes, 0 included
     uneven slots         the same, slots divided over the layers by what they were worth on other requests
+    kernels load misses  the same, what is missing goes into a slot instead of being read through: it is there the next time
     residual transport   the same, copies carry what the draft's INT4 codes do not say; misses are read as they are
     CPU shares           the host's cores compute the misses that they end sooner than the link
     no draft             the draft's memory turned into slots, plain decoding
@@ -46,8 +47,8 @@ PAPER_MODE, FAST, ONLINE, RESIDUAL, PLANNED = "paper mode", "fast mode", "online
 SWITCH, FIXED = "switch", "fixed depth"  # what a row is about
 SYSTEMS = {
     PAPER_MODE: "specter", FAST: "specter-fast", ONLINE: "specter-fast", "uneven slots": "specter-uneven",
-    RESIDUAL: "specter-fast", "CPU shares": "specter-shared", "no draft": "lru-s", "no draft, uneven slots": "adapmoe",
-    "no draft, CPU shares": "lru-shared",
+    "kernels load misses": "specter-admit", RESIDUAL: "specter-fast", "CPU shares": "specter-shared", "no draft": "lru-s",
+    "no draft, uneven slots": "adapmoe", "no draft, kernels load": "lru-admit", "no draft, CPU shares": "lru-shared",
 }  # fmt: skip
 MS, RATIO = "simulated_ms_per_token", "simulated_over_fast_mode"
 inputs = routing.inputs_of

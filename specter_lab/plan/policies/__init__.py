@@ -9,8 +9,9 @@ from specter_lab.plan.policy import Policy
 
 # File names in this folder, in the order tables show them.
 MODULES = (
-    "specter", "specter_early", "specter_fast", "specter_read", "specter_shared", "specter_uneven", "specmoeoff", "sp_e",
-    "sp_l", "lru", "lru_s", "lru_shared", "fifo", "lfu", "adapmoe", "moe_infinity", "promoe", "sp_moe", "ss_moe", "hybrimoe", "fiddler", "moe_spec", "moe_apex", "belady", "oracle",
+    "specter", "specter_early", "specter_fast", "specter_read", "specter_admit", "specter_shared", "specter_uneven", "specmoeoff",
+    "sp_e", "sp_l", "lru", "lru_s", "lru_shared", "lru_admit", "fifo", "lfu", "adapmoe", "moe_infinity", "promoe", "sp_moe", "ss_moe",
+    "hybrimoe", "fiddler", "moe_spec", "moe_apex", "belady", "oracle",
 )  # fmt: skip
 
 POLICIES: dict[str, Policy] = {
