@@ -37,7 +37,7 @@ def copy(store, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("model", ["qwen-nano", "phi-nano", "deepseek-nano"])
+@pytest.mark.parametrize("model", ["qwen-nano", "phi-nano", "deepseek-nano", "switch-nano"])
 def test_a_store_holds_the_checkpoint(model, tmp_path):
     index = pack(model, tmp_path / model)
     assert verify(tmp_path / model, against=model, progress=False) == index
