@@ -20,13 +20,12 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from transformers import DynamicCache
 
 from specter_lab import paths
 from specter_lab.engine.store.layout import EXPERTS, RAW
 from specter_lab.engine.store.reader import BUFFERED, drop_pages, warm_pages
 from specter_lab.engine.zipmoe.baselines import PEERS, open_accelerate, open_mapped, why_not_run
-from specter_lab.engine.zipmoe.model import Generation, generate, open_store
+from specter_lab.engine.zipmoe.model import Generation, decoding, generate, open_store
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.zipmoe import timed
@@ -88,17 +87,15 @@ def _dropping(ready: Wide, ids: Tensor) -> Generation:
 
     Mapped pages are not dropped, so the mapping is made anew for every step.
     """
-    config = read_config(ready.checkpoint)
-    kept, step, seconds, chosen = DynamicCache(config=config), ids, [], []
+    advance, last, seconds, chosen = decoding(read_config(ready.checkpoint), ids), None, [], []
     for _ in range(NEW_TOKENS):
         _prepare(ready, COLD)
         model = open_mapped(ready.checkpoint, ready.store).model
         start = perf_counter()
-        logits = model(input_ids=step, cache=kept, use_cache=True, logits_to_keep=1).logits[:, -1]
-        step = logits.argmax(dim=-1, keepdim=True)
+        last = advance(model, last).argmax(dim=-1, keepdim=True)
         seconds.append(perf_counter() - start)
-        chosen.append(step)
-        del model, logits
+        chosen.append(last)
+        del model
         gc.collect()  # a model is a cycle: its mapping would outlive it, and mapped pages are not dropped
     return Generation(torch.cat(chosen, dim=1), tuple(seconds))
 

@@ -17,7 +17,6 @@ from specter_lab.engine.zipmoe.settings import Settings
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Measured
 from specter_lab.experiments.zipmoe.setting import (
-    ENCODER_DECODER,
     SYSTEMS,
     paired_ratio,
     prompts,
@@ -25,6 +24,7 @@ from specter_lab.experiments.zipmoe.setting import (
     run_system,
     spread,
 )
+from specter_lab.models.load import TRANSLATORS
 
 LOAD, ZIP = "load-on-demand", "zipmoe"
 COLORS = {LOAD: "0.6", "lru": "#de8f05", "lfu": "#d55e00", ZIP: "#0173b2", "mapped": "#029e73", "accelerate": "#cc78bc"}
@@ -97,17 +97,23 @@ def ratios(rows: pd.DataFrame, metric: str, by: str, above: str = LOAD, below: s
     return pd.DataFrame(found, columns=["model", by, "ratio", "low", "high", "n"])
 
 
-def extremes(name: str, table: pd.DataFrame, by: str, *, smallest_is_least: bool = True) -> list[Measured]:
-    """The claims of a range, `<name>@smallest` and `@largest`: the points where the gain is least and greatest."""
-    order = table.sort_values("ratio", ascending=smallest_is_least)
+def extremes(name: str, table: pd.DataFrame, by: str, *, translators: bool = False, smallest_is_least: bool = True) -> list[Measured]:
+    """The claims of a range, `<name>@smallest` and `@largest`: the points where the gain is least and greatest.
+
+    Args:
+        name: of the claims.
+        table: `ratios` of all models.
+        by: what the points differ in.
+        translators: whether the claims are about encoder-decoders, or about decoder-only models.
+        smallest_is_least: whether a small ratio is a small gain.
+    """
+    mine = table[table["model"].isin(TRANSLATORS) == translators]
+    if mine.empty:
+        kind = "encoder-decoder" if translators else "decoder-only"
+        return [Measured(f"{name}@{which}", None, note=f"no {kind} model was measured") for which in ("smallest", "largest")]
+    order = mine.sort_values("ratio", ascending=smallest_is_least)
     return [
         Measured(f"{name}@{which}", float(row["ratio"]), float(row["low"]), float(row["high"]), n=int(row["n"]),
                  note=f"{row['model']}, {by.replace('_', ' ')} {row[by]}; interval: range of the repeats")
         for which, row in (("smallest", order.iloc[0]), ("largest", order.iloc[-1]))
     ]  # fmt: skip
-
-
-def no_encoder_decoder(name: str) -> list[Measured]:
-    """The encoder-decoder rows: there is no such model in the zoo."""
-    why = f"{ENCODER_DECODER} is not in the zoo"
-    return [Measured(f"{name}@{which}", None, note=why) for which in ("smallest", "largest")]
