@@ -1,8 +1,7 @@
-"""What a user would do instead: memory-mapped safetensors, Accelerate's disk offload; and who is not installed here."""
+"""What a user would do instead: memory-mapped safetensors, Accelerate's disk offload, the whole model in memory."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,11 +14,6 @@ from specter_lab.engine.zipmoe.costs import Activation, activated
 from specter_lab.engine.zipmoe.model import Served, serve_experts, skeleton
 from specter_lab.models.load import load, load_translator, read_config, read_tokenizer
 from specter_lab.models.stacks import DROPPED, stacks_of
-
-PEERS = {  # name -> package, what it needs
-    "DeepSpeed ZeRO-3": ("deepspeed", "a CUDA GPU and its NVMe offload"),
-    "MoE-Infinity": ("moe_infinity", "a CUDA GPU"),
-}
 
 
 def open_mapped(checkpoint: Path, store: Path) -> Served:
@@ -71,11 +65,3 @@ def in_memory(checkpoint: Path) -> Served:
     loaded = reads(str(checkpoint), dtype=torch.bfloat16)
     loaded.model.set_experts_implementation("eager")
     return Served(loaded.model, loaded.tokenizer, None)
-
-
-def why_not_run(peer: str) -> str:
-    """Why a system of the paper's comparison has no row."""
-    package, needs = PEERS[peer]
-    if find_spec(package) is None:
-        return f"not run: {package} is not installed and needs {needs}"
-    return f"not run: {package} is installed, but nobody has tried it here; it needs {needs}"

@@ -197,7 +197,7 @@ def _translating(config: PretrainedConfig, ids: Tensor) -> Step:
         nonlocal encoded
         if last is None:
             encoded = model.get_encoder()(input_ids=ids)
-            last = torch.full((len(ids), 1), config.decoder_start_token_id)
+            last = torch.full((len(ids), 1), config.decoder_start_token_id, device=ids.device)
         return model(encoder_outputs=encoded, decoder_input_ids=last, cache=cache, use_cache=True).logits[:, -1]
 
     return advance

@@ -106,6 +106,13 @@ def _digest(model: str) -> str:
     return hashlib.sha256(repr(_read_by(model)).encode()).hexdigest()
 
 
+def scratch() -> Path:
+    """The folder in the cache where wide models lie, and other files as large."""
+    folder = paths.CACHE / "zipmoe"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @cache
 def wide(model: str) -> Wide:
     """The widened model and its store with raw copies, made once and kept in the cache.
@@ -115,8 +122,8 @@ def wide(model: str) -> Wide:
     """
     config = read_config(resolve(model))
     key = hashlib.sha256(json.dumps([model_digest(model), WIDE[model], FORMAT]).encode()).hexdigest()[:12]
-    folder = paths.CACHE / "zipmoe" / f"{model}-{key}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = scratch() / f"{model}-{key}"
+    folder.mkdir(exist_ok=True)
     checkpoint, store = folder / "checkpoint", folder / "store"
     with locked(folder):
         if not checkpoint.exists():
