@@ -40,8 +40,12 @@ def zero3(checkpoint: Path, ids: Tensor, new_tokens: int, budget_bytes: int, fol
     }  # fmt: skip
     deepspeed.init_distributed()
     kept = HfDeepSpeedConfig(config)  # while this object lives, from_pretrained partitions what it reads
-    auto = AutoModelForSeq2SeqLM if read_config(checkpoint).is_encoder_decoder else AutoModelForCausalLM
-    engine, *_ = deepspeed.initialize(model=auto.from_pretrained(checkpoint, dtype=torch.bfloat16), config=config)
+    shape = read_config(checkpoint)
+    auto = AutoModelForSeq2SeqLM if shape.is_encoder_decoder else AutoModelForCausalLM
+    if hasattr(shape, "router_dtype"):  # Switch casts its router's weights, which does not reach partitioned ones
+        shape.router_dtype = "bfloat16"
+    model = auto.from_pretrained(checkpoint, config=shape, dtype=torch.bfloat16)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     marks = [time.perf_counter()]
 
     def step_done(logits: Tensor) -> None:

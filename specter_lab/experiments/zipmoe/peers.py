@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from specter_lab.paths import ROOT
 
 PEERS = {"DeepSpeed ZeRO-3": "deepspeed", "MoE-Infinity": "moe_infinity"}  # name -> package
 NEED_A_GPU = ("moe_infinity",)
-NEW_TOKENS, TIMEOUT_S = 4, 120
+NEW_TOKENS, TIMEOUT_S = 4, 600  # the first run compiles extensions
 THEIR_OWN = "their own"  # instead of a state of the page cache
 
 
@@ -56,10 +57,13 @@ def measure(model: str, peer: str, release: str, seed: int) -> jobs.Rows:
         ]  # fmt: skip
         command = [sys.executable, "-m", "specter_lab.experiments.zipmoe.peer_job", *arguments]
         row = {"model": model, "system": peer, "cache": THEIR_OWN, "repeat": 0}
+        extensions = scratch() / "extensions"
+        places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONPATH": places, "TORCH_EXTENSIONS_DIR": str(extensions)}
         try:
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
+            shutil.rmtree(extensions, ignore_errors=True)  # a killed compilation leaves a lock
             return [row | {"note": f"not run: {release} did not end within {TIMEOUT_S} s"}]
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["it said nothing"]
     if done.returncode != 0:
