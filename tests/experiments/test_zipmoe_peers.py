@@ -36,4 +36,4 @@ def test_the_process_of_a_peer_answers_or_its_last_words_are_the_reason(small):
     if found("deepspeed"):
         assert row["tpot_ms"] > 0 and "python -m specter_lab.experiments.zipmoe.peer_job deepspeed CHECKPOINT" in row["note"]
     else:
-        assert row["note"] == "not run: some release stopped: ModuleNotFoundError: No module named 'deepspeed'"
+        assert row["note"] == "not run: deepspeed some release stopped: ModuleNotFoundError: No module named 'deepspeed'"

@@ -1,4 +1,7 @@
-"""The paper's other baselines: run where somebody has installed them, at the same budget; else a row says why not."""
+"""The paper's other baselines: run where somebody has installed them, else a row says why not.
+
+They are given the budget that ZipMoE has. What they make of it is theirs, and the row says where the weights lay.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,7 @@ def measure(model: str, peer: str, release: str, seed: int) -> jobs.Rows:
             "--new-tokens", str(NEW_TOKENS), "--budget-bytes", str(ready.budget_bytes(BUDGET)), "--folder", folder,
         ]  # fmt: skip
         command = [sys.executable, "-m", "specter_lab.experiments.zipmoe.peer_job", *arguments]
+        named = f"{PEERS[peer]} {release}"
         row = {"model": model, "system": peer, "cache": THEIR_OWN, "repeat": 0}
         extensions = scratch() / "extensions"
         places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -64,11 +68,11 @@ def measure(model: str, peer: str, release: str, seed: int) -> jobs.Rows:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             shutil.rmtree(extensions, ignore_errors=True)  # a killed compilation leaves a lock
-            return [row | {"note": f"not run: {release} did not end within {TIMEOUT_S} s"}]
+            return [row | {"note": f"not run: {named} did not end within {TIMEOUT_S} s"}]
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["it said nothing"]
     if done.returncode != 0:
-        return [row | {"note": f"not run: {release} stopped: {lines[-1]}"}]
+        return [row | {"note": f"not run: {named} stopped: {lines[-1]}"}]
     times = json.loads(lines[-1])
     shown = shlex.join(["python", *command[1:4], "CHECKPOINT", *command[5:-1], "DIR"])
     return [row | {"new_tokens": NEW_TOKENS, "ttft_ms": round(1e3 * times["ttft_s"], 3), "tpot_ms": round(1e3 * times["tpot_s"], 3),
-                   "note": f"{release}, weights in {times['where']}: {shown}"}]  # fmt: skip
+                   "note": f"{named}, weights in {times['where']}: {shown}"}]  # fmt: skip
