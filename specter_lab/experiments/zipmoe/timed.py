@@ -41,10 +41,13 @@ def sweep(
     model: str, seed: int, systems: Sequence[str | Settings], repeats: int, points: Sequence[dict],
     tokens_of: Callable[[dict], int],
 ) -> jobs.Rows:  # fmt: skip
-    """Rows of every repeat x point x system; a point names `budget_share`, `batch`, `new_tokens` as far as they vary."""
+    """Rows of every repeat x point x system; a point names `budget_share`, `batch`, `new_tokens` as far as they vary.
+
+    A translator's requests are over in half a second, so there are twice as many repeats.
+    """
     one_core()
     rows = []
-    for repeat in range(repeats):
+    for repeat in range(2 * repeats if model in TRANSLATORS else repeats):
         for point in points:
             ids = prompts(model, point.get("batch", 1), seed + repeat)
             for system in systems:
