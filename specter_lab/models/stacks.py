@@ -21,8 +21,9 @@ DROPPED = -1  # in place of an expert: the router's capacity was used up, and no
 class Block:
     """The feed-forward part of one layer, which may be one of routed experts."""
 
-    number: int
+    number: int  # of all layers
     stack: str  # "encoder" or "decoder"
+    index: int  # in its stack
     in_memory: str  # name of the module
     on_disk: str  # prefix of its tensors in a checkpoint
 
@@ -83,7 +84,8 @@ def stacks_of(config: PretrainedConfig) -> Stacks:
     on_disk = adapter.checkpoint_block
     return Stacks(
         blocks=tuple(
-            Block(i, "decoder", f"model.layers.{i}.mlp", f"model.layers.{i}.{on_disk}") for i in range(config.num_hidden_layers)
+            Block(i, "decoder", i, f"model.layers.{i}.mlp", f"model.layers.{i}.{on_disk}")
+            for i in range(config.num_hidden_layers)
         ),
         router=adapter.router, one_hot=False, expert="{}", matrices=adapter.gate_up_down, activation=config.hidden_act,
         num_experts=adapter.num_experts(config), top_k=config.num_experts_per_tok,
@@ -93,10 +95,10 @@ def stacks_of(config: PretrainedConfig) -> Stacks:
 
 def _switch(config: PretrainedConfig) -> Stacks:
     """Two matrices per expert, top-1; the feed-forward part is a layer's last, after one attention or two."""
-    names = [f"encoder.block.{i}.layer.1.mlp" for i in range(config.num_layers)]
-    names += [f"decoder.block.{i}.layer.2.mlp" for i in range(config.num_decoder_layers)]
+    places = [("encoder", i, f"encoder.block.{i}.layer.1.mlp") for i in range(config.num_layers)]
+    places += [("decoder", i, f"decoder.block.{i}.layer.2.mlp") for i in range(config.num_decoder_layers)]
     return Stacks(
-        blocks=tuple(Block(number, name.split(".")[0], name, name) for number, name in enumerate(names)),
+        blocks=tuple(Block(number, stack, i, name, name) for number, (stack, i, name) in enumerate(places)),
         router="router", one_hot=True, expert="expert_{}", matrices=("wi", "wo"), activation=config.dense_act_fn,
         num_experts=config.num_experts, top_k=1,
     )  # fmt: skip

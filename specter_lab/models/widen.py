@@ -180,7 +180,8 @@ RULES = tuple(
         (r"mlp\.(experts\.expert_\d+\.)?wo\.weight", "hidden", "expert"),
     )
 )
-EMBEDDING, LATENT_NORM = re.compile(r"model\.embed_tokens\.weight|shared\.weight"), re.compile(r"kv_a_layernorm\.weight")
+EMBEDDING = re.compile(r"model\.embed_tokens\.weight|shared\.weight")
+LATENT_NORM = re.compile(r"kv_a_layernorm\.weight")
 TIED_NORM = "decoder.final_layer_norm.weight"  # of a Switch model, whose head is the embedding
 
 

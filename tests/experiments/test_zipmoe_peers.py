@@ -6,7 +6,8 @@ from specter_lab.experiments.installed import NOT_INSTALLED, found
 from specter_lab.experiments.run import context_for
 from specter_lab.experiments.zipmoe import peers, setting
 
-SMALL = dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=32, shared_expert_intermediate_size=128)
+SMALL = dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=32,
+             shared_expert_intermediate_size=128)  # fmt: skip
 
 
 @pytest.fixture
@@ -34,6 +35,6 @@ def test_an_absent_peer_has_one_row_that_says_so(small):
 def test_the_process_of_a_peer_answers_or_its_last_words_are_the_reason(small):
     (row,) = peers.measure("qwen-nano", "DeepSpeed ZeRO-3", "some release", 0)
     if found("deepspeed"):
-        assert row["tpot_ms"] > 0 and "python -m specter_lab.experiments.zipmoe.peer_job deepspeed CHECKPOINT" in row["note"]
+        assert row["tpot_ms"] > 0 and "zipmoe.peer_job deepspeed CHECKPOINT" in row["note"]
     else:
-        assert row["note"] == "not run: deepspeed some release stopped: ModuleNotFoundError: No module named 'deepspeed'"
+        assert row["note"].startswith("not run: deepspeed some release stopped: ModuleNotFoundError")

@@ -16,6 +16,7 @@ from specter_lab.experiments.zipmoe import (
     table1,
     throughput_batch,
 )
+from specter_lab.experiments.zipmoe.peers import THEIR_OWN
 from specter_lab.experiments.zipmoe.timed import LOAD, ZIP
 from specter_lab.models.zoo.translation import END
 
@@ -87,7 +88,8 @@ def test_throughput_batch(monkeypatch):
     budgets_hold(rows)
     found = judged(throughput_batch, "zipmoe-throughput-batch", rows)
     assert 2 * found["decoder@smallest"].n == found["encoder-decoder@smallest"].n == 2
-    read = rows[rows["system"] == LOAD].groupby(["model", "batch"])[["read_mb", "tokens"]].sum().eval("read_mb / tokens")
+    sums = rows[rows["system"] == LOAD].groupby(["model", "batch"])[["read_mb", "tokens"]].sum()
+    read = sums["read_mb"] / sums["tokens"]
     assert all(read[m, 4] < read[m, 1] for m in ("deepseek-nano", "switch-nano")), "a batch shares reads"
 
 
@@ -127,7 +129,8 @@ def test_page_cache(monkeypatch):
     monkeypatch.setattr(page_cache, "NEW_TOKENS", 3)
     rows = measured_by(page_cache, "qwen-nano", "switch-nano")
     assert set(rows["cache"]) == set(page_cache.CACHES)
-    rows = pd.concat([rows, pd.DataFrame([{"system": "DeepSpeed ZeRO-3", "note": "not run: absent"}])])
+    there = {"model": "qwen-nano", "system": "DeepSpeed ZeRO-3", "cache": THEIR_OWN, "ttft_ms": 9.0, "tpot_ms": 3.0}
+    rows = pd.concat([rows, pd.DataFrame([there, {"system": "MoE-Infinity", "note": "not run: absent"}])])
     found = judged(page_cache, "zipmoe-page-cache", rows)
     assert found["warm"].n == 2 and found["advantage-kept"].verdict == NOT_RUN
 

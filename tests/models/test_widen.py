@@ -151,9 +151,10 @@ def test_untiled_experts_compute_the_same_and_no_two_weights_are_copies(pair):
 def translators(tmp_path_factory):
     """The translator, and the same widened."""
     small = load_translator("switch-nano")
-    sizes = type(small.model.config)(**{**small.model.config.to_dict(), "d_model": 512, "d_ff": 384, "vocab_size": 4096})
+    config = small.model.config
+    sizes = type(config)(**{**config.to_dict(), "d_model": 512, "d_ff": 384, "vocab_size": 4096})
     out = tmp_path_factory.mktemp("wide") / "switch-nano"
-    widen(small.path, small.model.config, widened_config(small.model.config, sizes), out)
+    widen(small.path, config, widened_config(config, sizes), out)
     return small, load_translator(str(out))
 
 

@@ -33,7 +33,8 @@ from specter_lab.models.load import read_config, read_tokenizer
 from specter_lab.models.stacks import Stacks, stacks_of
 from specter_lab.plan.zipmoe.popularity import Popularity, uniform
 
-Step = Callable[[PreTrainedModel, Tensor | None], Tensor]  # tokens [B, 1] of the last step, None at first -> logits [B, V]
+# Tokens [B, 1] of the last step, None at first -> logits [B, V].
+Step = Callable[[PreTrainedModel, Tensor | None], Tensor]
 
 
 class StoreExperts(nn.Module):

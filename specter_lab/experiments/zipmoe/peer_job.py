@@ -3,7 +3,8 @@
     python -m specter_lab.experiments.zipmoe.peer_job deepspeed CHECKPOINT --ids 5,17,9 --new-tokens 16 --budget-bytes N --folder DIR
 
 The last line of the output is JSON: `ttft_s`, `tpot_s`, `where` the weights lie. Both systems are written for CUDA GPUs;
-DeepSpeed also runs without one. The process is theirs: they set global state, and may end it.
+DeepSpeed also runs without one. The process is theirs: they set global state, and may end it. DeepSpeed 0.19.8 was tried,
+without a GPU; MoE-Infinity has not been, its call follows its documentation.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def zero3(checkpoint: Path, ids: Tensor, new_tokens: int, budget_bytes: int, fol
     from transformers.integrations import HfDeepSpeedConfig
 
     where = "nvme" if AsyncIOBuilder().is_compatible(verbose=False) else "cpu"
-    offload = {"device": where, "pin_memory": torch.cuda.is_available()} | ({"nvme_path": str(folder)} if where == "nvme" else {})
+    offload = {"device": where, "pin_memory": torch.cuda.is_available(), "nvme_path": str(folder)}
     config = {
         "train_micro_batch_size_per_gpu": len(ids),
         "bf16": {"enabled": True},

@@ -40,7 +40,9 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
 
 def plot(rows: pd.DataFrame) -> Figure:
     """Tokens/s of the decoding steps against the batch, a panel per model."""
-    return timed.curves(rows, SYSTEMS, "batch", "decode_tokens_per_s", xlabel="requests decoded together", ylabel="tokens/s", log=True)
+    return timed.curves(
+        rows, SYSTEMS, "batch", "decode_tokens_per_s", xlabel="requests decoded together", ylabel="tokens/s", log=True
+    )
 
 
 def claims(rows: pd.DataFrame) -> list[Measured]:

@@ -64,14 +64,18 @@ def curves(
 ) -> Figure:
     """A metric against `by`, median and range of the repeats, a panel per model."""
     models, ticks = list(dict.fromkeys(rows["model"])), sorted(rows[by].unique())
-    figure, axes = plt.subplots(1, len(models), figsize=(4.6 * len(models), 3.6), squeeze=False, constrained_layout=True)
+    figure, axes = plt.subplots(
+        1, len(models), figsize=(4.6 * len(models), 3.6), squeeze=False, constrained_layout=True
+    )
     for axis, model in zip(axes[0], models):
         for system in systems:
             part = rows[(rows["model"] == model) & (rows["system"] == system)].groupby(by)[metric]
             middle = part.median()
             axis.errorbar(middle.index, middle, yerr=(middle - part.min(), part.max() - middle), marker="o", capsize=3,
                           color=COLORS[system], label=TITLES[system])  # fmt: skip
-        axis.set(title=f"{model}, widened", xscale="log" if log else "linear", xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+        axis.set(
+            title=f"{model}, widened", xscale="log" if log else "linear", xlabel=xlabel, ylabel=ylabel, ylim=(0, None)
+        )
         axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.25)
@@ -100,7 +104,9 @@ def ratios(rows: pd.DataFrame, metric: str, by: str, above: str = LOAD, below: s
     return pd.DataFrame(found, columns=["model", by, "ratio", "low", "high", "n"])
 
 
-def extremes(name: str, table: pd.DataFrame, by: str, *, translators: bool = False, smallest_is_least: bool = True) -> list[Measured]:
+def extremes(
+    name: str, table: pd.DataFrame, by: str, *, translators: bool = False, smallest_is_least: bool = True
+) -> list[Measured]:
     """The claims of a range, `<name>@smallest` and `@largest`: the points where the gain is least and greatest.
 
     Args:
@@ -113,7 +119,9 @@ def extremes(name: str, table: pd.DataFrame, by: str, *, translators: bool = Fal
     mine = table[table["model"].isin(TRANSLATORS) == translators]
     if mine.empty:
         kind = "encoder-decoder" if translators else "decoder-only"
-        return [Measured(f"{name}@{which}", None, note=f"no {kind} model was measured") for which in ("smallest", "largest")]
+        return [
+            Measured(f"{name}@{which}", None, note=f"no {kind} model was measured") for which in ("smallest", "largest")
+        ]
     order = mine.sort_values("ratio", ascending=smallest_is_least)
     return [
         Measured(f"{name}@{which}", float(row["ratio"]), float(row["low"]), float(row["high"]), n=int(row["n"]),
