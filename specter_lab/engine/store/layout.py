@@ -21,7 +21,7 @@ from pathlib import Path
 from specter_lab.errors import UserError
 from specter_lab.files import write_whole
 
-FORMAT = 2
+FORMAT, GATED_ONLY = 2, 1  # stores of format 1 have three matrices per expert and do not say so
 PAGE = 4096
 EXPERTS, RAW, REST, INDEX = "experts.bin", "raw.bin", "rest.safetensors", "index.json"
 Key = tuple[int, int]  # layer, expert
@@ -137,10 +137,12 @@ def read_index(folder: Path) -> Index:
         digest, version = content.pop("sha256"), content.pop("format")
     except (ValueError, KeyError, AttributeError) as error:
         raise damaged from error
-    if version != FORMAT:
+    if version not in (FORMAT, GATED_ONLY):
         raise UserError(f"{folder} has store format {version!r}, this program reads {FORMAT!r}: pack the model again")
     if digest != _digest(content | {"format": version}):
         raise damaged
+    if version == GATED_ONLY:
+        content["matrices"] = 3
     records = [record_of(entry) for entry in content.pop("experts")]
     content["layers"] = tuple(content["layers"])
     index = Index(**content, experts={record.key: record for record in records})

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specter_lab import paths
-from specter_lab.engine.store.layout import FORMAT, Index, read_index
+from specter_lab.engine.store.layout import Index, read_index
 from specter_lab.engine.store.pack import pack
 from specter_lab.engine.zipmoe.model import Generation, generate, open_store
 from specter_lab.engine.zipmoe.settings import BASELINES, ZIPMOE, Settings
@@ -121,7 +121,7 @@ def wide(model: str) -> Wide:
         UserError: a model that is not widened here, or the disk has no room for 3.7 times the experts.
     """
     config = read_config(resolve(model))
-    key = hashlib.sha256(json.dumps([model_digest(model), WIDE[model], FORMAT]).encode()).hexdigest()[:12]
+    key = hashlib.sha256(json.dumps([model_digest(model), WIDE[model]]).encode()).hexdigest()[:12]
     folder = scratch() / f"{model}-{key}"
     folder.mkdir(exist_ok=True)
     checkpoint, store = folder / "checkpoint", folder / "store"
