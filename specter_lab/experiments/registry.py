@@ -191,32 +191,32 @@ EXPERIMENTS = {
         Experiment(
             "zipmoe-io-stall", "share of decoding that waits for experts, page cache and disk",
             "ZipMoE", "I/O stall", "specter_lab.experiments.zipmoe.io_stall",
-            {"cpu": 4}, aliases=("io-stall",),
+            {"cpu": 2}, aliases=("io-stall",),
         ),
         Experiment(
             "zipmoe-latency-memory", "TTFT and TPOT against the memory budget, batch 1",
             "ZipMoE", "latency against memory", "specter_lab.experiments.zipmoe.latency_memory",
-            {"cpu": None}, aliases=("latency-memory",),
+            {"cpu": 4}, aliases=("latency-memory",),
         ),
         Experiment(
             "zipmoe-throughput-batch", "tokens/s against the batch",
             "ZipMoE", "throughput against batch", "specter_lab.experiments.zipmoe.throughput_batch",
-            {"cpu": None}, aliases=("throughput-batch",),
+            {"cpu": 3}, aliases=("throughput-batch",),
         ),
         Experiment(
             "zipmoe-latency-length", "end-to-end time against the output's length",
             "ZipMoE", "latency against length", "specter_lab.experiments.zipmoe.latency_length",
-            {"cpu": None}, aliases=("latency-length",),
+            {"cpu": 3}, aliases=("latency-length",),
         ),
         Experiment(
             "zipmoe-table1", "what the parts are worth: baseline, core, pools, planner; codec off, scheduler off",
             "ZipMoE", "Table 1", "specter_lab.experiments.zipmoe.table1",
-            {"cpu": 5},
+            {"cpu": 3},
         ),
         Experiment(
             "zipmoe-page-cache", "without the page cache, and with a warm one",
             "ZipMoE", "page cache", "specter_lab.experiments.zipmoe.page_cache",
-            {"cpu": 6}, aliases=("page-cache",),
+            {"cpu": 5}, aliases=("page-cache",),
         ),
     )
 }  # fmt: skip

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specter_lab.models.stacks import stacks_of
+
 
 @dataclass(frozen=True)
 class SwitchGeometry:
@@ -61,12 +63,7 @@ class SwitchBank:
 
 def sparse_layers(model: PreTrainedModel) -> list[tuple[str, int, nn.Module]]:
     """(side, layer, sparse MLP module) of a Switch model, encoder first."""
-    return [
-        (side, index, block.layer[-1].mlp)
-        for side in ("encoder", "decoder")
-        for index, block in enumerate(getattr(model, side).block)
-        if block.is_sparse
-    ]
+    return [(block.stack, block.index, mlp) for block, mlp in stacks_of(model.config).sparse(model).items()]
 
 
 def read_switch_banks(model: PreTrainedModel) -> list[SwitchBank]:

@@ -1,5 +1,5 @@
 """Widening: a small trained model becomes one of an original's full size that computes the same function (Net2Net, arXiv
-1511.05641, applied to decoder MoEs). It takes the same routing decisions and moves full-size bytes, which is what a machine
+1511.05641, applied to MoEs). It takes the same routing decisions and moves full-size bytes, which is what a machine
 without a model hub needs.
 
 Every axis of a weight grows by copying its entries. Where an axis is summed over (a matrix's inputs), every copy gets a
@@ -11,6 +11,9 @@ whole; the rotary part of multi-head latent attention is left alone. Routers kee
 The vocabulary grows by repeating its rows: token v + n V is another name of token v. Rows left over repeat the padding
 token. Greedy decoding is unchanged, since the first of equals wins; sampling spreads a token over its names.
 
+Switch encoder-decoders keep their heads, whose width does not depend on the model's, and their embedding stays the output
+layer: with r times the width the logits would be sqrt(r) times as large, so the decoder's last norm is divided by that.
+
 Copies side by side are easy prey for a compressor, as trained weights never are. Where compressed size matters, `untiled`
 experts take their place: noise that sums to zero over the copies of an input makes every weight different, and the function
 is the same up to BF16's rounding.
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -42,7 +46,7 @@ from specter_lab.models.zoo.shapes import SHAPES
 SHARD_BYTES = 2**31
 # What the two models may differ in; everything else of the config stays the small model's.
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
-         "shared_expert_intermediate_size", "kv_lora_rank", "vocab_size")  # fmt: skip
+         "shared_expert_intermediate_size", "kv_lora_rank", "vocab_size", "d_model", "d_ff")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,12 +113,16 @@ def widened_config(small: PretrainedConfig, large: PretrainedConfig) -> Pretrain
         raise UserError(
             f"a {small.model_type} model cannot become a {large.model_type} model: widen to its own original"
         )
-    sizes = {name: getattr(large, name) for name in SIZES if hasattr(small, name)}
-    return type(small)(**{**small.to_dict(), **sizes, "tie_word_embeddings": False})
+    known = small.to_dict()
+    sizes = {name: getattr(large, name) for name in SIZES if name in known}
+    return type(small)(**{**known, **sizes, "tie_word_embeddings": small.is_encoder_decoder})
 
 
 def axes(small: PretrainedConfig, large: PretrainedConfig) -> dict[str, Axis]:
     """Every axis that grows between the two models, by the names used in `RULES`."""
+    vocab = vocabulary(small.vocab_size, large.vocab_size, small.pad_token_id or 0)
+    if small.model_type == "switch_transformers":
+        return {"hidden": tiled(small.d_model, large.d_model), "expert": tiled(small.d_ff, large.d_ff), "vocab": vocab}
     old_kv, new_kv = small.num_key_value_heads, large.num_key_value_heads
     queries = query_heads(small.num_attention_heads, old_kv, large.num_attention_heads, new_kv)
     kv_heads = torch.arange(new_kv) // (new_kv // old_kv)
@@ -122,7 +130,7 @@ def axes(small: PretrainedConfig, large: PretrainedConfig) -> dict[str, Axis]:
     found = {
         "hidden": tiled(small.hidden_size, large.hidden_size),
         "expert": tiled(getattr(small, expert), getattr(large, expert)),
-        "vocab": vocabulary(small.vocab_size, large.vocab_size, small.pad_token_id or 0),
+        "vocab": vocab,
     }
     if getattr(small, "kv_lora_rank", None):
         latent = tiled(small.kv_lora_rank, large.kv_lora_rank)
@@ -164,10 +172,17 @@ RULES = tuple(
         (r"shared_experts?\.down_proj\.weight", "hidden", "shared"),
         (r"mlp\.(gate_proj|up_proj)\.weight", "dense", "hidden"),
         (r"mlp\.down_proj\.weight", "hidden", "dense"),
-        (r"(gate|router|shared_expert_gate)\.weight", None, "hidden"),
+        (r"(gate|router|router\.classifier|shared_expert_gate)\.weight", None, "hidden"),
+        (r"(Self|EncDec)Attention\.[qkv]\.weight", None, "hidden"),
+        (r"(Self|EncDec)Attention\.o\.weight", "hidden", None),
+        (r"relative_attention_bias\.weight", None, None),
+        (r"mlp\.(experts\.expert_\d+\.)?wi\.weight", "expert", "hidden"),
+        (r"mlp\.(experts\.expert_\d+\.)?wo\.weight", "hidden", "expert"),
     )
 )
-EMBEDDING, LATENT_NORM = "model.embed_tokens.weight", re.compile(r"kv_a_layernorm\.weight")
+EMBEDDING = re.compile(r"model\.embed_tokens\.weight|shared\.weight")
+LATENT_NORM = re.compile(r"kv_a_layernorm\.weight")
+TIED_NORM = "decoder.final_layer_norm.weight"  # of a Switch model, whose head is the embedding
 
 
 def widen_tensor(name: str, weight: Tensor, grown: dict[str, Axis]) -> Tensor:
@@ -176,8 +191,10 @@ def widen_tensor(name: str, weight: Tensor, grown: dict[str, Axis]) -> Tensor:
     Raises:
         UserError: no rule knows the key.
     """
-    if name == EMBEDDING:  # its columns are outputs
+    if EMBEDDING.fullmatch(name):  # its columns are outputs
         return weight[:, grown["hidden"].source][grown["vocab"].source]
+    if name == TIED_NORM:
+        return weight[grown["hidden"].source] * _logits_shrink(len(weight), len(grown["hidden"].source))
     if LATENT_NORM.search(name):
         return weight[grown["latent"].source]
     for pattern, rows, columns in RULES:
@@ -188,7 +205,15 @@ def widen_tensor(name: str, weight: Tensor, grown: dict[str, Axis]) -> Tensor:
     raise UserError(f"nothing is known about how '{name}' widens: add its axes to RULES in models/widen.py")
 
 
-EXPERT = re.compile(r"experts\.\d+\.")
+def _logits_shrink(old: int, new: int) -> float:
+    """1 / sqrt(copies), if that is exact."""
+    root = math.isqrt(new // old)
+    if root * root != new // old or root & (root - 1):
+        raise UserError(f"a Switch model of width {old} cannot be widened to {new}: give {old} times a power of four")
+    return 1 / root
+
+
+EXPERT = re.compile(r"experts\.(expert_)?\d+\.")
 
 
 def untiled(name: str, weight: Tensor, grown: dict[str, Axis], seed: int) -> Tensor:
@@ -217,7 +242,7 @@ def widened_tensors(
                 wide = widen_tensor(name, weight, grown)
                 noisy = untile_seed is not None and EXPERT.search(name)
                 yield name, untiled(name, wide, grown, untile_seed) if noisy else wide
-                if name == EMBEDDING and small.tie_word_embeddings:
+                if EMBEDDING.fullmatch(name) and small.tie_word_embeddings and not large.tie_word_embeddings:
                     yield "lm_head.weight", widen_tensor("lm_head.weight", weight, grown)
 
 

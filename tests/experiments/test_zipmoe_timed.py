@@ -11,17 +11,21 @@ from specter_lab.experiments.zipmoe import (
     latency_length,
     latency_memory,
     page_cache,
+    sentences,
     setting,
     table1,
     throughput_batch,
 )
+from specter_lab.experiments.zipmoe.peers import THEIR_OWN
 from specter_lab.experiments.zipmoe.timed import LOAD, ZIP
+from specter_lab.models.zoo.translation import END
 
 SMALL = {
     "qwen-nano": dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=32,
                       shared_expert_intermediate_size=128),
     "deepseek-nano": dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=32,
                           kv_lora_rank=64),
+    "switch-nano": dict(d_model=512, d_ff=128),
 }  # fmt: skip
 
 
@@ -46,6 +50,10 @@ def judged(module, name, rows):
     return found
 
 
+def measured_by(module, *models):
+    return pd.DataFrame([row for model in models for row in module.measure(model, "", 0)])
+
+
 def budgets_hold(rows):
     assert (rows["slab_mb"] <= rows["budget_mb"] + 0.05).all()
     assert (rows.loc[rows["system"] == LOAD, "hit_share"] == 0).all()
@@ -61,40 +69,45 @@ def test_latency_memory(monkeypatch):
     monkeypatch.setattr(latency_memory, "SHARES", (0.25, 0.5))
     monkeypatch.setattr(latency_memory, "REPEATS", 1)
     monkeypatch.setattr(latency_memory, "NEW_TOKENS", 4)
-    rows = pd.DataFrame(latency_memory.measure("qwen-nano", "", 0))
+    rows = measured_by(latency_memory, "qwen-nano", "switch-nano")
     budgets_hold(rows)
     found = judged(latency_memory, "zipmoe-latency-memory", rows)
-    assert (
-        found["encoder-decoder-tpot@smallest"].verdict == NOT_RUN
-        and "switch-nano" in found["encoder-decoder-tpot@smallest"].why
-    )
-    hits = rows.set_index(["system", "budget_share"])["hit_share"]
-    assert hits[ZIP, 0.5] > hits[ZIP, 0.25] > 0
+    assert found["encoder-decoder-tpot@largest"].n == 2 * found["twice"].n == 2
+    hits = rows.groupby(["model", "system", "budget_share"])["hit_share"].mean()
+    assert all(hits[model, ZIP, 0.5] > hits[model, ZIP, 0.25] > 0 for model in ("qwen-nano", "switch-nano"))
+    alone = judged(latency_memory, "zipmoe-latency-memory", rows[rows["model"] == "qwen-nano"])
+    assert alone["encoder-decoder-tpot@smallest"].verdict == NOT_RUN
+    assert "no encoder-decoder model" in alone["encoder-decoder-tpot@smallest"].why
 
 
 def test_throughput_batch(monkeypatch):
     monkeypatch.setattr(throughput_batch, "BATCHES", (1, 4))
     monkeypatch.setattr(throughput_batch, "REPEATS", 1)
     monkeypatch.setattr(throughput_batch, "NEW_TOKENS", {1: 3, 4: 3})
-    rows = pd.DataFrame(throughput_batch.measure("deepseek-nano", "", 0))
+    rows = measured_by(throughput_batch, "deepseek-nano", "switch-nano")
     budgets_hold(rows)
-    judged(throughput_batch, "zipmoe-throughput-batch", rows)
-    read = rows[rows["system"] == LOAD].set_index("batch").eval("read_mb / tokens")
-    assert read[4] < read[1], "a batch shares reads"
+    found = judged(throughput_batch, "zipmoe-throughput-batch", rows)
+    assert 2 * found["decoder@smallest"].n == found["encoder-decoder@smallest"].n == 2
+    sums = rows[rows["system"] == LOAD].groupby(["model", "batch"])[["read_mb", "tokens"]].sum()
+    read = sums["read_mb"] / sums["tokens"]
+    assert all(read[m, 4] < read[m, 1] for m in ("deepseek-nano", "switch-nano")), "a batch shares reads"
 
 
 def test_latency_length(monkeypatch):
-    monkeypatch.setattr(latency_length, "LENGTHS", (2, 4))
+    monkeypatch.setattr(latency_length, "LENGTHS", (2, 4, 30))
     monkeypatch.setattr(latency_length, "REPEATS", 1)
-    rows = pd.DataFrame(latency_length.measure("qwen-nano", "", 0))
+    rows = measured_by(latency_length, "qwen-nano", "switch-nano")
     budgets_hold(rows)
-    judged(latency_length, "zipmoe-latency-length", rows)
+    found = judged(latency_length, "zipmoe-latency-length", rows)
+    assert found["encoder-decoder@largest"].n == 2
+    lengths = rows.groupby("model")["new_tokens"].unique().map(set)
+    assert lengths["qwen-nano"] == {2, 4, 30} and lengths["switch-nano"] == {2, 4}, "no longer than a translation"
 
 
 def test_table1(monkeypatch):
     monkeypatch.setattr(table1, "REPEATS", 1)
     monkeypatch.setattr(table1, "NEW_TOKENS", 8)
-    rows = pd.DataFrame([row for model in SMALL for row in table1.measure(model, "", 0)])
+    rows = measured_by(table1, "qwen-nano", "deepseek-nano")
     budgets_hold(rows)
     assert list(dict.fromkeys(rows["system"])) == list(table1.ROWS)
     found = judged(table1, "zipmoe-table1", rows)
@@ -106,7 +119,7 @@ def test_table1(monkeypatch):
 def test_io_stall(monkeypatch):
     monkeypatch.setattr(io_stall, "REPEATS", 1)
     monkeypatch.setattr(io_stall, "NEW_TOKENS", 4)
-    rows = pd.DataFrame(io_stall.measure("qwen-nano", "", 0))
+    rows = measured_by(io_stall, "qwen-nano", "switch-nano")
     assert set(rows["tier"]) == {io_stall.FAST, io_stall.SLOW} and rows["stall_share"].between(0, 1).all()
     judged(io_stall, "zipmoe-io-stall", rows)
 
@@ -114,14 +127,40 @@ def test_io_stall(monkeypatch):
 def test_page_cache(monkeypatch):
     monkeypatch.setattr(page_cache, "REPEATS", 1)
     monkeypatch.setattr(page_cache, "NEW_TOKENS", 3)
-    rows = pd.DataFrame(page_cache.measure("qwen-nano", "", 0))
+    rows = measured_by(page_cache, "qwen-nano", "switch-nano")
     assert set(rows["cache"]) == set(page_cache.CACHES)
-    rows = pd.concat([rows, pd.DataFrame([{"system": "DeepSpeed ZeRO-3", "note": "not run: absent"}])])
+    there = {"model": "qwen-nano", "system": "DeepSpeed ZeRO-3", "cache": THEIR_OWN, "ttft_ms": 9.0, "tpot_ms": 3.0}
+    rows = pd.concat([rows, pd.DataFrame([there, {"system": "MoE-Infinity", "note": "not run: absent"}])])
     found = judged(page_cache, "zipmoe-page-cache", rows)
-    assert found["warm"].n == 1 and found["advantage-kept"].verdict == NOT_RUN
+    assert found["warm"].n == 2 and found["advantage-kept"].verdict == NOT_RUN
 
 
 def test_models_that_cannot_be_widened_are_refused():
     context = context_for("zipmoe-table1", tier="cpu", seed=0, models=["dense-nano"])
     with pytest.raises(UserError, match="MODELS="):
         table1.inputs(context)
+
+
+def test_the_translator_is_measured_where_the_paper_has_one():
+    for module, models in ((latency_memory, setting.WITH_TRANSLATOR), (table1, setting.DECODERS)):
+        name = f"zipmoe-{module.__name__.split('.')[-1].replace('_', '-')}"
+        read = module.inputs(context_for(name, tier="cpu", seed=0, models=[]))
+        assert {key for key in read if key.endswith("-nano")} == set(models)
+        assert ("test.jsonl" in read) == ("switch-nano" in models)
+
+
+def test_sentences_are_whole_and_not_those_of_the_history():
+    asked, earlier = (sentences.sources("switch-nano", part, 16, 0) for part in (sentences.ASKED, sentences.EARLIER))
+    assert asked.shape == earlier.shape == (16, sentences.SOURCE_TOKENS)
+    assert (asked[:, -1] == END).all() and (asked[:, :-1] > END).all()
+    assert not {tuple(row) for row in asked.tolist()} & {tuple(row) for row in earlier.tolist()}
+    with pytest.raises(UserError, match="sentences of 24 tokens were found"):
+        sentences.sources("switch-nano", sentences.ASKED, 10_000, 0)
+
+
+def test_a_translators_history_is_its_routing_layer_by_layer():
+    used = sentences.routing("switch-nano", 3, 0)
+    assert [len(layer) for layer in used] == [3 * sentences.SOURCE_TOKENS] * 3
+    alone = sentences.routing("switch-nano", 1, 0)  # the first of the same sentences
+    agree = [(layer[: len(one)] == one).mean() for layer, one in zip(used, alone)]
+    assert min(agree) > 0.9, "a batch rounds otherwise, but rows are sentence by sentence"

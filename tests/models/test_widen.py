@@ -7,9 +7,10 @@ from specter_lab.compress.int4 import quantize_bank
 from specter_lab.compress.rtn import quantize_bank as coded
 from specter_lab.errors import UserError
 from specter_lab.models.experts import read_banks
-from specter_lab.models.load import load
+from specter_lab.models.load import load, load_translator
 from specter_lab.models.originals import ORIGINALS
 from specter_lab.models.routing import observe_routing
+from specter_lab.models.stacks import stacks_of
 from specter_lab.models.widen import axis, query_heads, tiled, vocabulary, widen, widen_tensor, widened_config
 
 # Sizes between the nano model and its original: every axis grows, one of them by a number that is no power of two.
@@ -144,3 +145,43 @@ def test_untiled_experts_compute_the_same_and_no_two_weights_are_copies(pair):
             assert len(weight.unique(dim=0)) == len(weight) and len(tiled_weight.unique(dim=0)) < len(weight)
             seen += 1
     assert seen
+
+
+@pytest.fixture(scope="module")
+def translators(tmp_path_factory):
+    """The translator, and the same widened."""
+    small = load_translator("switch-nano")
+    config = small.model.config
+    sizes = type(config)(**{**config.to_dict(), "d_model": 512, "d_ff": 384, "vocab_size": 4096})
+    out = tmp_path_factory.mktemp("wide") / "switch-nano"
+    widen(small.path, config, widened_config(config, sizes), out)
+    return small, load_translator(str(out))
+
+
+def test_a_wide_translator_has_the_same_logits_and_routing(translators):
+    generator = torch.Generator().manual_seed(0)
+    sources, targets = (torch.randint(3, 2048, (3, 24), generator=generator) for _ in range(2))
+    logits, routed = [], []
+    for source in translators:
+        stacks, model = stacks_of(source.model.config), source.model
+        used = []
+        hooks = [
+            module.experts.register_forward_hook(lambda _, arguments, __: used.append(stacks.indices(arguments[1])))
+            for module in stacks.sparse(model).values()
+        ]
+        with torch.inference_mode():
+            logits.append(model(input_ids=sources, decoder_input_ids=targets).logits)
+        routed.append(used)
+        for hook in hooks:
+            hook.remove()
+    assert len(routed[0]) == 3 and all(map(torch.equal, *routed))
+    assert (logits[1][..., :2048] - logits[0]).abs().max() < 1e-5 * logits[0].abs().max()
+    exact = (p.to(torch.bfloat16).float() == p for p in translators[1].model.parameters())
+    assert all(same.all() for same in exact)
+
+
+def test_a_translators_width_grows_by_powers_of_four(translators):
+    small = translators[0].model.config
+    with pytest.raises(UserError, match="a power of four"):
+        widen_tensor("decoder.final_layer_norm.weight", torch.ones(128), {"hidden": tiled(128, 256)})
+    assert widened_config(small, small).tie_word_embeddings

@@ -6,7 +6,8 @@
     config.json, tokenizer files
     index.json         written last: a folder without it is not a store
 
-An expert's weights are gate [I, H], up [I, H] and down [H, I], one after the other, as the fused layer wants them.
+An expert's weights are its matrices one after the other, as the fused layer wants them: gate [I, H], up [I, H] and down
+[H, I], or wi [I, H] and wo [H, I]. Layers are numbered through, an encoder's before the decoder's (`models.stacks`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pathlib import Path
 from specter_lab.errors import UserError
 from specter_lab.files import write_whole
 
-FORMAT = 1
+FORMAT, GATED_ONLY = 2, 1  # stores of format 1 have three matrices per expert and do not say so
 PAGE = 4096
 EXPERTS, RAW, REST, INDEX = "experts.bin", "raw.bin", "rest.safetensors", "index.json"
-Key = tuple[int, int]  # decoder layer, expert
+Key = tuple[int, int]  # layer, expert
 
 
 def padded(num_bytes: int) -> int:
@@ -78,9 +79,10 @@ class Index:
     source_sha256: str  # of the checkpoint it was packed from
     codec: str
     num_shards: int
+    matrices: int  # per expert: 3 with a gate, 2 without
     hidden: int  # H
     width: int  # I
-    layers: tuple[int, ...]  # decoder layers with experts
+    layers: tuple[int, ...]  # those with experts
     num_experts: int  # per layer
     rest_sha256: str
     file_bytes: Mapping[str, int]  # experts.bin, raw.bin -> size
@@ -89,7 +91,7 @@ class Index:
     @property
     def num_weights(self) -> int:
         """Weights of one expert, n."""
-        return 3 * self.hidden * self.width
+        return self.matrices * self.hidden * self.width
 
     @property
     def expert_bytes(self) -> int:
@@ -135,10 +137,12 @@ def read_index(folder: Path) -> Index:
         digest, version = content.pop("sha256"), content.pop("format")
     except (ValueError, KeyError, AttributeError) as error:
         raise damaged from error
-    if version != FORMAT:
+    if version not in (FORMAT, GATED_ONLY):
         raise UserError(f"{folder} has store format {version!r}, this program reads {FORMAT!r}: pack the model again")
     if digest != _digest(content | {"format": version}):
         raise damaged
+    if version == GATED_ONLY:
+        content["matrices"] = 3
     records = [record_of(entry) for entry in content.pop("experts")]
     content["layers"] = tuple(content["layers"])
     index = Index(**content, experts={record.key: record for record in records})

@@ -39,8 +39,8 @@ from specter_lab.engine.store.layout import (
 )
 from specter_lab.errors import UserError
 from specter_lab.files import locked, sha256_of, whole_file
-from specter_lab.models.adapters import Adapter, adapter_for
 from specter_lab.models.load import DECIDING_FILES, checkpoint_digest, read_config, resolve, shown_name
+from specter_lab.models.stacks import Block, Stacks, stacks_of
 
 DEFAULT_CODEC = "huffman"
 JOURNAL = "packing.jsonl"
@@ -53,9 +53,8 @@ class Source:
     name: str
     folder: Path
     digest: str
-    adapter: Adapter
-    num_experts: int
-    layers: tuple[int, ...]
+    stacks: Stacks
+    blocks: dict[int, Block]  # those with experts, by layer
     files: dict[str, Path]  # tensor name -> file
 
 
@@ -88,23 +87,22 @@ def pack(model: str, out: Path, *, codec: str = DEFAULT_CODEC, shards: int = SHA
 def open_source(model: str) -> Source:
     """The checkpoint of that name. Raises UserError when there is none, or none with experts."""
     folder = resolve(model)
-    config = read_config(folder)
-    adapter = adapter_for(config)
+    stacks = stacks_of(read_config(folder))
     digest = checkpoint_digest(folder)
     files = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as tensors:
             files |= dict.fromkeys(tensors.keys(), path)
-    layers = tuple(i for i in range(config.num_hidden_layers) if adapter.expert_key(i, 0, "gate") + ".weight" in files)
-    if not layers:
+    blocks = {block.number: block for block in stacks.blocks if stacks.keys(block, 0)[0] in files}
+    if not blocks:
         raise UserError(f"no experts were found in {folder}: give a checkpoint with per-expert tensors")
-    return Source(shown_name(model), folder, digest, adapter, adapter.num_experts(config), layers, files)
+    return Source(shown_name(model), folder, digest, stacks, blocks, files)
 
 
 def _pack(source: Source, out: Path, codec: str, shards: int, raw: bool) -> Index:
     question = {"source": source.digest, "codec": codec, "shards": shards, "raw": raw}
     records = _journal(out / JOURNAL, question)
-    keys = [(layer, expert) for layer in source.layers for expert in range(source.num_experts)]
+    keys = [(layer, expert) for layer in source.blocks for expert in range(source.stacks.num_experts)]
     names = [EXPERTS, *([RAW] if raw else [])]
     with ExitStack() as stack, reading(source) as read:
         handles = [stack.enter_context((out / f"{name}.partial").open("ab")) for name in names]
@@ -124,12 +122,13 @@ def _pack(source: Source, out: Path, codec: str, shards: int, raw: bool) -> Inde
                 records.append(record)
                 bar.update()
         _write_rest(source, read, out)
-        shape = read(source.adapter.expert_key(source.layers[0], 0, "gate") + ".weight").shape  # [I, H]
+        shape = read(_keys(source, *keys[0])[0]).shape  # [I, H]
     for name in names:
         (out / f"{name}.partial").replace(out / name)
     index = Index(
-        source.name, source.digest, codec, shards, shape[1], shape[0], source.layers, source.num_experts,
-        sha256_of(out / REST), dict(zip(names, _ends(records, len(names)))), {r.key: r for r in records},
+        source.name, source.digest, codec, shards, len(source.stacks.matrices), shape[1], shape[0], tuple(source.blocks),
+        source.stacks.num_experts, sha256_of(out / REST), dict(zip(names, _ends(records, len(names)))),
+        {r.key: r for r in records},
     )  # fmt: skip
     write_index(out, index)
     (out / JOURNAL).unlink()
@@ -176,12 +175,15 @@ def reading(source: Source) -> Iterator:
 
 
 def expert_weights(source: Source, read, layer: int, expert: int) -> Tensor:
-    """gate, up and down of one expert: [3 I H]."""
-    names = [source.adapter.expert_key(layer, expert, part) + ".weight" for part in ("gate", "up", "down")]
+    """The matrices of one expert, one after the other: [n]."""
     try:
-        return torch.cat([read(name).reshape(-1) for name in names])
+        return torch.cat([read(name).reshape(-1) for name in _keys(source, layer, expert)])
     except KeyError as error:
         raise UserError(f"layer {layer}, expert {expert} is not in the checkpoint ({error}): fetch it again") from error
+
+
+def _keys(source: Source, layer: int, expert: int) -> list[str]:
+    return source.stacks.keys(source.blocks[layer], expert)
 
 
 def _append(layer: int, expert: int, weights: Tensor, codec: str, shards: int, handles: list[BinaryIO]) -> Record:
@@ -203,11 +205,8 @@ def _write(handle: BinaryIO, data: bytes) -> Chunk:
 
 def _write_rest(source: Source, read, out: Path) -> None:
     experts = {
-        source.adapter.expert_key(layer, expert, part) + ".weight"
-        for layer in source.layers
-        for expert in range(source.num_experts)
-        for part in ("gate", "up", "down")
-    }
+        name for layer in source.blocks for expert in range(source.stacks.num_experts) for name in _keys(source, layer, expert)
+    }  # fmt: skip
     with whole_file(out / REST) as half:
         save_file({name: read(name).contiguous() for name in source.files if name not in experts}, half)
     for name in (*DECIDING_FILES, "generation_config.json"):

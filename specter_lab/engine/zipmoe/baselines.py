@@ -1,8 +1,7 @@
-"""What a user would do instead: memory-mapped safetensors, Accelerate's disk offload; and who is not installed here."""
+"""What a user would do instead: memory-mapped safetensors, Accelerate's disk offload, the whole model in memory."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -11,15 +10,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
-from specter_lab.engine.zipmoe.costs import Activation
+from specter_lab.engine.zipmoe.costs import Activation, activated
 from specter_lab.engine.zipmoe.model import Served, serve_experts, skeleton
-from specter_lab.models.adapters import adapter_for
-from specter_lab.models.load import load, read_config, read_tokenizer
-
-PEERS = {  # name -> package, what it needs
-    "DeepSpeed ZeRO-3": ("deepspeed", "a CUDA GPU and its NVMe offload"),
-    "MoE-Infinity": ("moe_infinity", "a CUDA GPU"),
-}
+from specter_lab.models.load import load, load_translator, read_config, read_tokenizer
+from specter_lab.models.stacks import DROPPED, stacks_of
 
 
 def open_mapped(checkpoint: Path, store: Path) -> Served:
@@ -28,7 +22,8 @@ def open_mapped(checkpoint: Path, store: Path) -> Served:
     Everything but the experts comes from `store`, as in the runtime.
     """
     config = read_config(checkpoint)
-    adapter = adapter_for(config)
+    stacks = stacks_of(config)
+    blocks = {block.number: block for block in stacks.blocks}
     experts = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -37,11 +32,11 @@ def open_mapped(checkpoint: Path, store: Path) -> Served:
     @torch.inference_mode()
     def serve(layer: int, hidden: Tensor, indices: Tensor, weights: Tensor, activation: Activation) -> Tensor:
         result = torch.zeros_like(hidden)
-        for expert in indices.unique().tolist():
+        for expert in indices[indices != DROPPED].unique().tolist():
             tokens, slots = torch.where(indices == expert)
-            rows = hidden[tokens]
-            gate, up, down = (experts[adapter.expert_key(layer, expert, p) + ".weight"] for p in ("gate", "up", "down"))
-            out = linear(activation(linear(rows, gate)) * linear(rows, up), down) * weights[tokens, slots, None]
+            *inner, last = (experts[key] for key in stacks.keys(blocks[layer], expert))
+            between = activated([linear(hidden[tokens], matrix) for matrix in inner], activation)
+            out = linear(between, last) * weights[tokens, slots, None]
             result.index_add_(0, tokens, out.to(result.dtype))
         return result
 
@@ -51,22 +46,22 @@ def open_mapped(checkpoint: Path, store: Path) -> Served:
 
 
 def open_accelerate(checkpoint: Path, folder: Path) -> Served:
-    """The model with Accelerate's disk offload of its expert modules: a layer's experts are read whole for every call.
+    """The model with Accelerate's disk offload of its expert modules, each read whole for every call.
 
+    A module is all experts of a layer where the class fuses them, a single matrix where it does not (Switch).
     `folder` gets Accelerate's own files, as large as the experts; they are written from the whole model in memory.
     """
-    loaded = load(str(checkpoint), dtype=torch.bfloat16)
-    loaded.model.set_experts_implementation("eager")
-    for layer in loaded.adapter.moe_layers(loaded.model):
-        part = folder / f"layer-{layer.index}"
+    loaded = in_memory(checkpoint)
+    for block, module in stacks_of(loaded.model.config).sparse(loaded.model).items():
+        part = folder / f"layer-{block.number}"
         part.mkdir(parents=True, exist_ok=True)
-        disk_offload(layer.experts, str(part), execution_device=torch.device("cpu"))
+        disk_offload(module.experts, str(part), execution_device=torch.device("cpu"))
     return Served(loaded.model, loaded.tokenizer, None)
 
 
-def why_not_run(peer: str) -> str:
-    """Why a system of the paper's comparison has no row."""
-    package, needs = PEERS[peer]
-    if find_spec(package) is None:
-        return f"not run: {package} is not installed and needs {needs}"
-    return f"not run: {package} is installed, but nobody has tried it here; it needs {needs}"
+def in_memory(checkpoint: Path) -> Served:
+    """The whole model in BF16, by the loop over experts: what every other way of serving it must equal."""
+    reads = load_translator if read_config(checkpoint).is_encoder_decoder else load
+    loaded = reads(str(checkpoint), dtype=torch.bfloat16)
+    loaded.model.set_experts_implementation("eager")
+    return Served(loaded.model, loaded.tokenizer, None)

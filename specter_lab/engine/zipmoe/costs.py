@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -59,8 +59,13 @@ def _time_one(index: Index, reader: Reader, record: Record, buffers: Held) -> li
 
 def compute_expert(index: Index, hidden: Tensor, full: Buffer, activation: Activation) -> Tensor:
     """One expert, whole in `full`, on [t, H] tokens: [t, H]; the same operations as the model's own loop."""
-    h, i, n = index.hidden, index.width, index.num_weights
+    h, inner, n = index.hidden, index.matrices - 1, index.num_weights
     weights = torch.from_numpy(full[: 2 * n]).view(torch.bfloat16)
-    gate_up, down = weights[: 2 * h * i].view(2 * i, h), weights[2 * h * i :].view(h, i)
-    gate, up = linear(hidden, gate_up).chunk(2, dim=-1)
-    return linear(activation(gate) * up, down)
+    first, last = weights[: inner * h * index.width].view(-1, h), weights[inner * h * index.width :].view(h, -1)
+    return linear(activated(linear(hidden, first).chunk(inner, dim=-1), activation), last)
+
+
+def activated(inner: Sequence[Tensor], activation: Activation) -> Tensor:
+    """What an expert's last matrix gets, from the products of those before it: of wi, or of a gate and up, [t, I] each."""
+    first, *up = inner
+    return activation(first) * up[0] if up else activation(first)

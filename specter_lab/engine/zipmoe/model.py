@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -12,27 +13,40 @@ import torch
 from accelerate import init_empty_weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.activations import ACT2FN
 
 from specter_lab.engine.store.layout import REST
 from specter_lab.engine.store.verify import verify
 from specter_lab.engine.zipmoe.runtime import ExpertRuntime
 from specter_lab.engine.zipmoe.settings import ZIPMOE, Settings
 from specter_lab.errors import UserError
-from specter_lab.models.adapters import adapter_for
 from specter_lab.models.load import read_config, read_tokenizer
+from specter_lab.models.stacks import Stacks, stacks_of
 from specter_lab.plan.zipmoe.popularity import Popularity, uniform
+
+# Tokens [B, 1] of the last step, None at first -> logits [B, V].
+Step = Callable[[PreTrainedModel, Tensor | None], Tensor]
 
 
 class StoreExperts(nn.Module):
     """The experts of one layer: asks `serve` instead of holding weights."""
 
-    def __init__(self, layer: int, activation: Callable[[Tensor], Tensor], serve: Callable[..., Tensor]) -> None:
+    def __init__(self, layer: int, stacks: Stacks, serve: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.layer, self.act_fn, self.serve = layer, activation, serve
+        self.layer, self.stacks, self.serve = layer, stacks, serve
+        self.act_fn = ACT2FN[stacks.activation]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return self.serve(self.layer, hidden_states, top_k_index, top_k_weights, self.act_fn)
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return self.serve(self.layer, hidden, self.stacks.indices(chosen), weights, self.act_fn)
 
 
 @dataclass(frozen=True)
@@ -70,26 +84,26 @@ def open_store(
     """
     if check:
         verify(store)
-    config = read_config(store)
-    adapter = adapter_for(config)
-    experts = adapter.num_experts(config)
     model = skeleton(store)
-    layers = adapter.moe_layers(model)
-    known = popularity or uniform(len(layers), experts, config.num_experts_per_tok)
+    stacks = stacks_of(model.config)
+    sparse = stacks.sparse(model)
+    known = popularity or uniform(len(sparse), stacks.num_experts, stacks.top_k)
     runtime = ExpertRuntime(store, budget_bytes, settings, known, batch)
     serve_experts(model, runtime.layer)
-    runtime.foresee({layer.index: _chosen(layer.router) for layer in layers})
-    return Served(model, read_tokenizer(store, config.vocab_size), runtime)
-
-
-def _chosen(router: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda hidden: router(hidden)[2]
+    routers = {
+        block.number: partial(stacks.route, sparse[block])
+        for before, block in pairwise(sparse)
+        if before.stack == block.stack  # an encoder's last states are not what the decoder's first router will see
+    }
+    runtime.foresee(routers)
+    return Served(model, read_tokenizer(store, model.config.vocab_size), runtime)
 
 
 def serve_experts(model: PreTrainedModel, serve: Callable[..., Tensor]) -> None:
     """Replace every layer's experts; `serve(layer, hidden, indices, weights, activation)` computes in their place."""
-    for layer in adapter_for(model.config).moe_layers(model):
-        model.model.layers[layer.index].mlp.experts = StoreExperts(layer.index, layer.experts.act_fn, serve)
+    stacks = stacks_of(model.config)
+    for block, module in stacks.sparse(model).items():
+        module.experts = StoreExperts(block.number, stacks, serve)
 
 
 def skeleton(store: Path) -> PreTrainedModel:
@@ -99,13 +113,14 @@ def skeleton(store: Path) -> PreTrainedModel:
         UserError: tensors are missing or left over.
     """
     config = read_config(store)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    adapter = adapter_for(config)
-    tensors = {_in_memory(name, adapter, config): tensor for name, tensor in load_file(store / REST).items()}
+        model = auto.from_config(config, dtype=torch.bfloat16)
+    stacks = stacks_of(config)
+    tensors = {stacks.name_in_memory(name): tensor for name, tensor in load_file(store / REST).items()}
     experts = {f"{name}." for name, module in model.named_modules() if name.endswith(".experts")}
     expected = {n for n, _ in model.named_parameters() if not n.startswith(tuple(experts))}
-    wrong = (expected ^ tensors.keys()) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    wrong = (expected ^ tensors.keys()) - model.all_tied_weights_keys.keys()
     if wrong:
         raise UserError(f"{store / REST} does not fit its config.json (e.g. '{min(wrong)}'): pack the model again")
     wide = [
@@ -118,19 +133,12 @@ def skeleton(store: Path) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def _in_memory(name: str, adapter, config: PretrainedConfig) -> str:
-    """The name in memory of a tensor in a checkpoint."""
-    if adapter.checkpoint_block != "mlp":
-        name = name.replace(f".{adapter.checkpoint_block}.", ".mlp.")
-    return re.sub(r"\.mlp\.gate\.", f".mlp.{adapter.router}.", name)
-
-
 @dataclass(frozen=True)
 class Generation:
-    """Greedy continuations and when each step was done."""
+    """Greedy continuations, or translations, and when each step was done."""
 
     tokens: Tensor  # [B, N]
-    step_s: tuple[float, ...]  # [N] the first is the prompt's
+    step_s: tuple[float, ...]  # [N] the first is the prompt's, an encoder's pass included
 
     @property
     def ttft_s(self) -> float:
@@ -151,13 +159,46 @@ class Generation:
 def generate(
     model: PreTrainedModel, ids: Tensor, new_tokens: int, *, on_logits: Callable[[Tensor], None] = lambda _: None
 ) -> Generation:
-    """Greedy decoding of prompts [B, S] of one length; `on_logits` sees every step's [B, V]."""
-    cache, seconds, chosen, inputs = DynamicCache(config=model.config), [], [], ids
+    """Greedy decoding of prompts [B, S] of one length; `on_logits` sees every step's [B, V].
+
+    An encoder-decoder encodes the prompts in the first step, and decodes from its start token on. An end token ends nothing.
+    """
+    advance = decoding(model.config, ids)
+    seconds, chosen, last = [], [], None
     for _ in range(new_tokens):
         start = perf_counter()
-        logits = model(input_ids=inputs, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]  # [B, V]
-        inputs = logits.argmax(dim=-1, keepdim=True)
+        logits = advance(model, last)  # [B, V]
+        last = logits.argmax(dim=-1, keepdim=True)
         seconds.append(perf_counter() - start)
-        chosen.append(inputs)
+        chosen.append(last)
         on_logits(logits)
     return Generation(torch.cat(chosen, dim=1), tuple(seconds))
+
+
+def decoding(config: PretrainedConfig, ids: Tensor) -> Step:
+    """One step of `generate` after the other; the model may be another object each time, what it remembers is kept here."""
+    return _translating(config, ids) if config.is_encoder_decoder else _continuing(config, ids)
+
+
+def _continuing(config: PretrainedConfig, ids: Tensor) -> Step:
+    cache = DynamicCache(config=config)
+
+    def advance(model: PreTrainedModel, last: Tensor | None) -> Tensor:
+        inputs = ids if last is None else last
+        return model(input_ids=inputs, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    return advance
+
+
+def _translating(config: PretrainedConfig, ids: Tensor) -> Step:
+    cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    encoded = None
+
+    def advance(model: PreTrainedModel, last: Tensor | None) -> Tensor:
+        nonlocal encoded
+        if last is None:
+            encoded = model.get_encoder()(input_ids=ids)
+            last = torch.full((len(ids), 1), config.decoder_start_token_id, device=ids.device)
+        return model(encoder_outputs=encoded, decoder_input_ids=last, cache=cache, use_cache=True).logits[:, -1]
+
+    return advance

@@ -28,6 +28,7 @@ from specter_lab.engine.zipmoe.fetch import Fetch, Fetcher, ReadAhead, read_raw
 from specter_lab.engine.zipmoe.memory import PARTS, Buffer, Held, allocate, carry_out, layer_budget, sizes_of
 from specter_lab.engine.zipmoe.settings import FROM_HISTORY, RAW_COPY, Settings
 from specter_lab.errors import UserError
+from specter_lab.models.stacks import DROPPED
 from specter_lab.plan.zipmoe.cache import PoolCache
 from specter_lab.plan.zipmoe.pools import Pools, plan_from_history, plan_pools
 from specter_lab.plan.zipmoe.popularity import Popularity
@@ -121,7 +122,7 @@ class ExpertRuntime:
                 "execute": self.report.execute_s}  # fmt: skip
 
     def foresee(self, routers: Mapping[int, Callable[[Tensor], Tensor]]) -> None:
-        """Routers by layer, [T, H] -> chosen experts [T, k]; read-ahead asks the next layer's."""
+        """Routers by layer, [T, H] -> chosen experts [T, k]; read-ahead asks the next layer's if it is among them."""
         self._routers = routers
 
     def _choose_pools(self, popularity: Popularity, batch: int) -> Pools:
@@ -146,9 +147,9 @@ class ExpertRuntime:
         """What the layer's experts make of T tokens.
 
         Args:
-            layer: decoder layer.
+            layer: its number.
             hidden: [T, H] bfloat16.
-            indices: [T, k] experts used.
+            indices: [T, k] experts used; DROPPED where nobody computes a token.
             weights: [T, k] their factors.
             activation: between the two products.
 
@@ -161,7 +162,7 @@ class ExpertRuntime:
         """
         start = time.perf_counter()
         table = indices.numpy().T  # [k, T]
-        needed = np.unique(table).tolist()
+        needed = np.unique(table[table != DROPPED]).tolist()
         rows = {expert: np.where(table == expert) for expert in needed}  # slots, tokens
 
         def execute(expert: int, full: Buffer) -> None:
@@ -318,7 +319,8 @@ class ExpertRuntime:
         if not self._fetcher.idle():
             return False
         cache = self._caches[following]
-        votes = np.bincount(self._routers[following](hidden).numpy().ravel(), minlength=self.index.num_experts)
+        chosen = self._routers[following](hidden).numpy()
+        votes = np.bincount(chosen[chosen != DROPPED], minlength=self.index.num_experts)
         ranked = [e for e in np.argsort(-votes, kind="stable").tolist() if votes[e] and cache.state(e) is State.M]
         for expert in ranked[: self.settings.prefetch]:
             if self._in_place(following, expert) is not None:

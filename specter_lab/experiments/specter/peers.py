@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from statistics import median
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specter_lab.experiments import jobs
+from specter_lab.experiments.installed import NOT_INSTALLED, found
 from specter_lab.experiments.specter import routing
 from specter_lab.experiments.specter.setting import BUDGETS, priced_as, slots_of
 from specter_lab.models.load import shown_name
@@ -34,11 +34,11 @@ def peer_rows(model: str, digest: str, seed: int) -> jobs.Rows:
     slots = int(slots_of(model, family)["high"])
     scene = Scene(StepCosts(anatomy, read_profile(PAPERS_GPU)), slots, BUDGETS[family].depth)
     on_gpu = gpu_bytes(find_policy("specter"), scene, np.full(anatomy.moe_layers, slots))
-    found = [
+    rows = [
         accelerate_row(anatomy.name, on_gpu),
         *(_absent(name, looked_for) for name, looked_for in NOT_TRIED.items()),
     ]
-    return [{"model": shown_name(model), "family": family, "original": anatomy.name} | row for row in found]
+    return [{"model": shown_name(model), "family": family, "original": anatomy.name} | row for row in rows]
 
 
 def accelerate_row(original: str, gpu_bytes: int) -> dict:
@@ -76,9 +76,6 @@ def accelerate_row(original: str, gpu_bytes: int) -> dict:
 
 def _absent(name: str, looked_for: str) -> dict:
     """A row that says why a peer was not run."""
-    try:
-        found = version(looked_for)
-    except PackageNotFoundError:
-        found = shutil.which(looked_for)
-    why = "not installed" if found is None else f"{found} is installed, but there is no launcher for it yet"
-    return {"by": "peer", "item": name, "title": f"not run: {why}"}
+    here = found(looked_for)
+    why = f"not run: {here} is installed, but there is no launcher for it yet" if here else NOT_INSTALLED
+    return {"by": "peer", "item": name, "title": why}

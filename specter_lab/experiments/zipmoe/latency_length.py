@@ -11,25 +11,30 @@ from matplotlib.figure import Figure
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.zipmoe import timed
-from specter_lab.experiments.zipmoe.setting import inputs_of, timed_rows
+from specter_lab.experiments.zipmoe.sentences import SOURCE_TOKENS
+from specter_lab.experiments.zipmoe.setting import WITH_TRANSLATOR, inputs_of, timed_rows
 from specter_lab.experiments.zipmoe.timed import LOAD, ZIP
+from specter_lab.models.load import TRANSLATORS
 
 LENGTHS = (8, 24, 72)  # new tokens
 SYSTEMS = (LOAD, "lru", ZIP)
 REPEATS = 2
-inputs = inputs_of
+
+
+def inputs(context: Context) -> dict[str, str]:
+    """Every file that is read, name -> sha256."""
+    return inputs_of(context, WITH_TRANSLATOR)
 
 
 def run(context: Context) -> pd.DataFrame:
     """Rows: model x length x system x repeat."""
-    return timed_rows(context, measure)
+    return timed_rows(context, measure, WITH_TRANSLATOR)
 
 
 def measure(model: str, digest: str, seed: int) -> jobs.Rows:
     """All rows of one model. `digest` names what is read."""
-    return timed.sweep(
-        model, seed, SYSTEMS, REPEATS, [{"new_tokens": length} for length in LENGTHS], lambda p: p["new_tokens"]
-    )
+    lengths = [n for n in LENGTHS if model not in TRANSLATORS or n <= SOURCE_TOKENS]  # no longer than a translation
+    return timed.sweep(model, seed, SYSTEMS, REPEATS, [{"new_tokens": n} for n in lengths], lambda p: p["new_tokens"])
 
 
 def plot(rows: pd.DataFrame) -> Figure:
@@ -43,5 +48,5 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
     table = timed.ratios(rows, "total_s", "new_tokens")
     return [
         *timed.extremes(f"{name}/decoder", table, "new_tokens"),
-        *timed.no_encoder_decoder(f"{name}/encoder-decoder"),
+        *timed.extremes(f"{name}/encoder-decoder", table, "new_tokens", translators=True),
     ]

@@ -13,18 +13,22 @@ from matplotlib.figure import Figure
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.zipmoe import timed
-from specter_lab.experiments.zipmoe.setting import BUDGET, inputs_of, timed_rows
+from specter_lab.experiments.zipmoe.setting import BUDGET, WITH_TRANSLATOR, inputs_of, timed_rows
 from specter_lab.experiments.zipmoe.timed import LOAD, ZIP
 
 SHARES = (0.125, 0.25, 0.5)  # of the experts' BF16 bytes
 SYSTEMS = (LOAD, "lru", "lfu", ZIP)
 REPEATS, NEW_TOKENS = 3, 16
-inputs = inputs_of
+
+
+def inputs(context: Context) -> dict[str, str]:
+    """Every file that is read, name -> sha256."""
+    return inputs_of(context, WITH_TRANSLATOR)
 
 
 def run(context: Context) -> pd.DataFrame:
     """Rows: model x budget x system x repeat."""
-    return timed_rows(context, measure)
+    return timed_rows(context, measure, WITH_TRANSLATOR)
 
 
 def measure(model: str, digest: str, seed: int) -> jobs.Rows:
@@ -74,12 +78,10 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
     name = "zipmoe-latency-memory"
     found = [
         measured
-        for metric in ("tpot", "ttft")
-        for measured in timed.extremes(
-            f"{name}/{metric}", reduction(rows, f"{metric}_ms"), "budget_share", smallest_is_least=False
-        )
-    ]
-    found += timed.no_encoder_decoder(f"{name}/encoder-decoder-tpot")
+        for claim, metric, translators in (("tpot", "tpot_ms", False), ("ttft", "ttft_ms", False), ("encoder-decoder-tpot", "tpot_ms", True))
+        for measured in timed.extremes(f"{name}/{claim}", reduction(rows, metric), "budget_share",
+                                       translators=translators, smallest_is_least=False)
+    ]  # fmt: skip
     speed = timed.ratios(rows, "tpot_ms", "budget_share")
     quarter = speed[speed["model"].str.startswith("qwen") & (speed["budget_share"] == BUDGET)]
     if quarter.empty:

@@ -20,17 +20,27 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from transformers import DynamicCache
 
-from specter_lab import paths
 from specter_lab.engine.store.layout import EXPERTS, RAW
 from specter_lab.engine.store.reader import BUFFERED, drop_pages, warm_pages
-from specter_lab.engine.zipmoe.baselines import PEERS, open_accelerate, open_mapped, why_not_run
-from specter_lab.engine.zipmoe.model import Generation, generate, open_store
+from specter_lab.engine.zipmoe.baselines import open_accelerate, open_mapped
+from specter_lab.engine.zipmoe.model import Generation, decoding, generate, open_store
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.zipmoe import timed
-from specter_lab.experiments.zipmoe.setting import BUDGET, ZIP, Wide, inputs_of, popularity, prompts, timed_rows, wide
+from specter_lab.experiments.zipmoe.peers import peer_rows
+from specter_lab.experiments.zipmoe.setting import (
+    BUDGET,
+    ZIP,
+    Wide,
+    inputs_of,
+    popularity,
+    prompts,
+    scratch,
+    served_models,
+    timed_rows,
+    wide,
+)
 from specter_lab.experiments.zipmoe.timed import COLORS, TITLES
 from specter_lab.models.load import read_config
 
@@ -43,8 +53,7 @@ inputs = inputs_of
 def run(context: Context) -> pd.DataFrame:
     """Rows: model x cache x system x repeat; systems that are absent have one row that says why."""
     rows = timed_rows(context, measure)
-    absent = [{"system": peer, "note": why_not_run(peer)} for peer in PEERS]
-    return pd.concat([rows, pd.DataFrame(absent)], ignore_index=True)
+    return pd.concat([rows, pd.DataFrame(peer_rows(context, served_models(context)))], ignore_index=True)
 
 
 def measure(model: str, digest: str, seed: int) -> jobs.Rows:
@@ -57,16 +66,10 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
         for cache in CACHES:
             rows.append(_row(model, MAPPED, cache, repeat, _mapped(ready, ids, cache)))
             rows.append(_row(model, timed.ZIP, cache, repeat, _ours(ready, ids, cache, model, seed)))
-    with tempfile.TemporaryDirectory(dir=_scratch()) as folder:  # last: it writes as much as the experts
+    with tempfile.TemporaryDirectory(dir=scratch()) as folder:  # last: it writes as much as the experts
         accelerated = open_accelerate(ready.checkpoint, Path(folder)).model
         done = generate(accelerated, prompts(model, 1, seed), SLOW_TOKENS)
         return [*rows, _row(model, ACCELERATE, WARM, 0, done)]
-
-
-def _scratch() -> Path:
-    folder = paths.CACHE / "zipmoe"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _prepare(ready: Wide, cache: str) -> None:
@@ -88,17 +91,15 @@ def _dropping(ready: Wide, ids: Tensor) -> Generation:
 
     Mapped pages are not dropped, so the mapping is made anew for every step.
     """
-    config = read_config(ready.checkpoint)
-    kept, step, seconds, chosen = DynamicCache(config=config), ids, [], []
+    advance, last, seconds, chosen = decoding(read_config(ready.checkpoint), ids), None, [], []
     for _ in range(NEW_TOKENS):
         _prepare(ready, COLD)
         model = open_mapped(ready.checkpoint, ready.store).model
         start = perf_counter()
-        logits = model(input_ids=step, cache=kept, use_cache=True, logits_to_keep=1).logits[:, -1]
-        step = logits.argmax(dim=-1, keepdim=True)
+        last = advance(model, last).argmax(dim=-1, keepdim=True)
         seconds.append(perf_counter() - start)
-        chosen.append(step)
-        del model, logits
+        chosen.append(last)
+        del model
         gc.collect()  # a model is a cycle: its mapping would outlive it, and mapped pages are not dropped
     return Generation(torch.cat(chosen, dim=1), tuple(seconds))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -26,24 +27,27 @@ from specter_lab.engine.zipmoe.settings import BASELINES, ZIPMOE, Settings
 from specter_lab.errors import UserError
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context
-from specter_lab.experiments.specter.routing import inputs, inputs_digest, model_digest
+from specter_lab.experiments.specter.routing import inputs, model_digest
+from specter_lab.experiments.zipmoe import sentences
 from specter_lab.files import locked, whole_folder
 from specter_lab.measure.decode import decode
 from specter_lab.measure.prompts import select, tokenize
 from specter_lab.measure.trace import Origin, Trace
-from specter_lab.models.load import load, read_config, resolve
+from specter_lab.models.load import TRANSLATORS, load, read_config, resolve
+from specter_lab.models.stacks import stacks_of
 from specter_lab.models.widen import widen, widened_config
 from specter_lab.plan.zipmoe.popularity import Popularity, observed
 
-WIDE = {  # expert bytes in BF16: 4.7 MB (Qwen, DeepSeek), 9.4 MB (Phi); head width and routing stay
+WIDE = {  # expert bytes in BF16: 4.7 MB (Qwen, DeepSeek, Switch), 9.4 MB (Phi); head width and routing stay
     "qwen-nano": dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=1536,
                       shared_expert_intermediate_size=256),
     "deepseek-nano": dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=1536,
                           kv_lora_rank=128),
     "phi-nano": dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=3072),
+    "switch-nano": dict(d_model=512, d_ff=2304),
 }  # fmt: skip
-SERVED = ("qwen-nano", "deepseek-nano")  # the decoders of the paper's tables
-ENCODER_DECODER = "switch-nano"  # the paper's third model; not in the zoo, so its rows say "not run"
+DECODERS = ("qwen-nano", "deepseek-nano")  # of the paper's tables
+WITH_TRANSLATOR = (*DECODERS, *TRANSLATORS)  # the paper's third model is an encoder-decoder
 PROMPT_TOKENS, HISTORY_PER_SET, HISTORY_TOKENS = 32, 8, 128
 BUDGET = 0.25  # of the experts' BF16 bytes, where nothing else is said
 ZIP = replace(ZIPMOE, in_place=False, prefetch=2)
@@ -63,13 +67,15 @@ class Wide:
         return int(share * self.index.total_bytes)
 
 
-def served_models(context: Context) -> list[str]:
-    """The models of a run whose experts can be put on disk.
+def served_models(context: Context, usual: Sequence[str] = DECODERS) -> list[str]:
+    """The models of a run whose experts can be put on disk: `usual` where the user named none.
 
     Raises:
         UserError: there is none.
     """
-    known = [model for model in context.models if model in (SERVED if context.folder_name == context.tier else WIDE)]
+    if context.folder_name == context.tier:
+        return list(usual)
+    known = [model for model in context.models if model in WIDE]
     if not known:
         raise UserError(
             f"this experiment runs zoo models that it widens: give MODELS='{' '.join(WIDE)}' or some of them"
@@ -77,18 +83,34 @@ def served_models(context: Context) -> list[str]:
     return known
 
 
-def inputs_of(context: Context) -> dict[str, str]:
-    return inputs(served_models(context))
+def inputs_of(context: Context, usual: Sequence[str] = DECODERS) -> dict[str, str]:
+    """Every file that the models of a run read, name -> sha256."""
+    return {name: digest for model in served_models(context, usual) for name, digest in _read_by(model).items()}
 
 
-def timed_rows(context: Context, measure, cost: float = 1.0, **arguments) -> pd.DataFrame:
-    """One job per served model, none beside another: `measure(model, digest, seed, **arguments)`."""
+def _read_by(model: str) -> dict[str, str]:
+    return {model: model_digest(model)} | sentences.files() if model in TRANSLATORS else inputs([model])
+
+
+def timed_rows(context: Context, measure, usual: Sequence[str] = DECODERS) -> pd.DataFrame:
+    """One job per served model, none beside another: `measure(model, digest, seed)`."""
     work = [
-        jobs.Job(model, measure, {"model": model, "digest": inputs_digest(model), "seed": context.seed, **arguments},
-                 cost, alone=True)
-        for model in served_models(context)
-    ]  # fmt: skip
+        jobs.Job(model, measure, {"model": model, "digest": _digest(model), "seed": context.seed}, alone=True)
+        for model in served_models(context, usual)
+    ]
     return pd.DataFrame(jobs.run(context, work))
+
+
+def _digest(model: str) -> str:
+    """Of everything that a job reads; it names the job's rows in the cache."""
+    return hashlib.sha256(repr(_read_by(model)).encode()).hexdigest()
+
+
+def scratch() -> Path:
+    """The folder in the cache where wide models lie, and other files as large."""
+    folder = paths.CACHE / "zipmoe"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @cache
@@ -100,8 +122,8 @@ def wide(model: str) -> Wide:
     """
     config = read_config(resolve(model))
     key = hashlib.sha256(json.dumps([model_digest(model), WIDE[model]]).encode()).hexdigest()[:12]
-    folder = paths.CACHE / "zipmoe" / f"{model}-{key}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = scratch() / f"{model}-{key}"
+    folder.mkdir(exist_ok=True)
     checkpoint, store = folder / "checkpoint", folder / "store"
     with locked(folder):
         if not checkpoint.exists():
@@ -116,20 +138,22 @@ def wide(model: str) -> Wide:
 
 
 @cache
-def prompts(model: str, count: int, seed: int, length: int = PROMPT_TOKENS) -> Tensor:
-    """[count, length] token ids of prompts that are not in the history."""
+def prompts(model: str, count: int, seed: int) -> Tensor:
+    """Token ids [count, length] of prompts, or of a translator's sentences, that are not in the history."""
+    if model in TRANSLATORS:
+        return sentences.sources(model, sentences.ASKED, count, seed)
     tokenizer = load(model).tokenizer
     per_set = -(-count // 5) + 4  # some are too short
-    chosen = tokenize(select(per_set, seed=seed), tokenizer, length).at_least(length)
+    chosen = tokenize(select(per_set, seed=seed), tokenizer, PROMPT_TOKENS).at_least(PROMPT_TOKENS)
     if len(chosen.ids) < count:
-        raise UserError(f"only {len(chosen.ids)} prompts of {length} tokens were found: ask for fewer or shorter ones")
+        raise UserError(f"only {len(chosen.ids)} prompts of {PROMPT_TOKENS} tokens were found: ask for fewer")
     order = np.random.default_rng(seed).permutation(len(chosen.ids))[:count]
     return torch.stack([chosen.ids[i] for i in order])
 
 
 @cache
 def history(model: str, seed: int) -> Trace:
-    """Routing of the zoo model while it continues earlier prompts: other ones than `prompts` gives."""
+    """Routing of a decoder of the zoo while it continues earlier prompts: other ones than `prompts` gives."""
     source = load(model)
     tokens = tokenize(select(HISTORY_PER_SET, seed=seed + 10_000), source.tokenizer, PROMPT_TOKENS)
     return decode(source.model, tokens.at_least(PROMPT_TOKENS), Origin(model, source.digest, seed=seed),
@@ -138,9 +162,11 @@ def history(model: str, seed: int) -> Trace:
 
 @cache
 def popularity(model: str, seed: int) -> Popularity:
-    """Of the experts, from the history."""
-    trace = history(model, seed)
-    return observed(trace.indices, trace.num_experts)
+    """Of the experts, from earlier prompts or sentences."""
+    experts = stacks_of(read_config(resolve(model))).num_experts
+    if model in TRANSLATORS:
+        return observed(sentences.routing(model, 5 * HISTORY_PER_SET, seed), experts)
+    return observed(history(model, seed).indices.swapaxes(0, 1), experts)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from specter_lab.engine.zipmoe.settings import Settings
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Measured
 from specter_lab.experiments.zipmoe.setting import (
-    ENCODER_DECODER,
     SYSTEMS,
     paired_ratio,
     prompts,
@@ -25,6 +24,7 @@ from specter_lab.experiments.zipmoe.setting import (
     run_system,
     spread,
 )
+from specter_lab.models.load import TRANSLATORS
 
 LOAD, ZIP = "load-on-demand", "zipmoe"
 COLORS = {LOAD: "0.6", "lru": "#de8f05", "lfu": "#d55e00", ZIP: "#0173b2", "mapped": "#029e73", "accelerate": "#cc78bc"}
@@ -41,10 +41,13 @@ def sweep(
     model: str, seed: int, systems: Sequence[str | Settings], repeats: int, points: Sequence[dict],
     tokens_of: Callable[[dict], int],
 ) -> jobs.Rows:  # fmt: skip
-    """Rows of every repeat x point x system; a point names `budget_share`, `batch`, `new_tokens` as far as they vary."""
+    """Rows of every repeat x point x system; a point names `budget_share`, `batch`, `new_tokens` as far as they vary.
+
+    A translator's requests are over in half a second, so there are twice as many repeats.
+    """
     one_core()
     rows = []
-    for repeat in range(repeats):
+    for repeat in range(2 * repeats if model in TRANSLATORS else repeats):
         for point in points:
             ids = prompts(model, point.get("batch", 1), seed + repeat)
             for system in systems:
@@ -61,14 +64,18 @@ def curves(
 ) -> Figure:
     """A metric against `by`, median and range of the repeats, a panel per model."""
     models, ticks = list(dict.fromkeys(rows["model"])), sorted(rows[by].unique())
-    figure, axes = plt.subplots(1, len(models), figsize=(4.6 * len(models), 3.6), squeeze=False, constrained_layout=True)
+    figure, axes = plt.subplots(
+        1, len(models), figsize=(4.6 * len(models), 3.6), squeeze=False, constrained_layout=True
+    )
     for axis, model in zip(axes[0], models):
         for system in systems:
             part = rows[(rows["model"] == model) & (rows["system"] == system)].groupby(by)[metric]
             middle = part.median()
             axis.errorbar(middle.index, middle, yerr=(middle - part.min(), part.max() - middle), marker="o", capsize=3,
                           color=COLORS[system], label=TITLES[system])  # fmt: skip
-        axis.set(title=f"{model}, widened", xscale="log" if log else "linear", xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+        axis.set(
+            title=f"{model}, widened", xscale="log" if log else "linear", xlabel=xlabel, ylabel=ylabel, ylim=(0, None)
+        )
         axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.25)
@@ -97,17 +104,27 @@ def ratios(rows: pd.DataFrame, metric: str, by: str, above: str = LOAD, below: s
     return pd.DataFrame(found, columns=["model", by, "ratio", "low", "high", "n"])
 
 
-def extremes(name: str, table: pd.DataFrame, by: str, *, smallest_is_least: bool = True) -> list[Measured]:
-    """The claims of a range, `<name>@smallest` and `@largest`: the points where the gain is least and greatest."""
-    order = table.sort_values("ratio", ascending=smallest_is_least)
+def extremes(
+    name: str, table: pd.DataFrame, by: str, *, translators: bool = False, smallest_is_least: bool = True
+) -> list[Measured]:
+    """The claims of a range, `<name>@smallest` and `@largest`: the points where the gain is least and greatest.
+
+    Args:
+        name: of the claims.
+        table: `ratios` of all models.
+        by: what the points differ in.
+        translators: whether the claims are about encoder-decoders, or about decoder-only models.
+        smallest_is_least: whether a small ratio is a small gain.
+    """
+    mine = table[table["model"].isin(TRANSLATORS) == translators]
+    if mine.empty:
+        kind = "encoder-decoder" if translators else "decoder-only"
+        return [
+            Measured(f"{name}@{which}", None, note=f"no {kind} model was measured") for which in ("smallest", "largest")
+        ]
+    order = mine.sort_values("ratio", ascending=smallest_is_least)
     return [
         Measured(f"{name}@{which}", float(row["ratio"]), float(row["low"]), float(row["high"]), n=int(row["n"]),
                  note=f"{row['model']}, {by.replace('_', ' ')} {row[by]}; interval: range of the repeats")
         for which, row in (("smallest", order.iloc[0]), ("largest", order.iloc[-1]))
     ]  # fmt: skip
-
-
-def no_encoder_decoder(name: str) -> list[Measured]:
-    """The encoder-decoder rows: there is no such model in the zoo."""
-    why = f"{ENCODER_DECODER} is not in the zoo"
-    return [Measured(f"{name}@{which}", None, note=why) for which in ("smallest", "largest")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -47,16 +48,15 @@ def uniform(layers: int, experts: int, top_k: int) -> Popularity:
     return Popularity(np.full((layers, experts), 1 / experts), np.ones(experts), sets)
 
 
-def observed(indices: np.ndarray, num_experts: int) -> Popularity:
+def observed(indices: Sequence[np.ndarray], num_experts: int) -> Popularity:
     """Popularity from routing, tokens in the order in which they were decoded.
 
     Args:
-        indices: [T, L, k] experts used.
+        indices: [T, k] experts used, per layer.
     """
-    layers = indices.shape[1]
-    counts = np.stack([np.bincount(indices[:, i].ravel(), minlength=num_experts) for i in range(layers)])
+    counts = np.stack([np.bincount(used.ravel(), minlength=num_experts) for used in indices])
     shares = (counts + 1) / (counts + 1).sum(axis=1, keepdims=True)
-    sets = np.concatenate([causal_ranks(indices[:, i], shares[i]) for i in range(layers)])
+    sets = np.concatenate([causal_ranks(used, share) for used, share in zip(indices, shares)])
     return Popularity(shares, np.bincount(sets.ravel(), minlength=num_experts).astype(float), sets)
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from specter_lab.engine.store import layout
 from specter_lab.engine.store import pack as packing
 from specter_lab.engine.store.layout import EXPERTS, INDEX, PAGE, RAW, read_index
 from specter_lab.engine.store.pack import JOURNAL, pack
@@ -37,7 +38,7 @@ def copy(store, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("model", ["qwen-nano", "phi-nano", "deepseek-nano"])
+@pytest.mark.parametrize("model", ["qwen-nano", "phi-nano", "deepseek-nano", "switch-nano"])
 def test_a_store_holds_the_checkpoint(model, tmp_path):
     index = pack(model, tmp_path / model)
     assert verify(tmp_path / model, against=model, progress=False) == index
@@ -131,6 +132,15 @@ def test_a_damaged_index_rest_or_format(copy):
     flip(copy / "rest.safetensors", 5000)
     with pytest.raises(UserError, match="rest.safetensors is damaged"):
         verify(copy, progress=False)
+
+
+def test_a_store_of_the_first_format_is_read(copy):
+    index, content = read_index(copy), json.loads((copy / INDEX).read_text())
+    del content["matrices"], content["sha256"]
+    content["format"] = layout.GATED_ONLY
+    content["sha256"] = layout._digest(content)
+    (copy / INDEX).write_text(json.dumps(content))
+    assert read_index(copy) == index and pack("qwen-nano", copy, raw=True) == index
 
 
 def test_a_store_of_another_checkpoint_is_found_out(store):

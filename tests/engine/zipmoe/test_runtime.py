@@ -1,5 +1,6 @@
 """The runtime on real zoo models: bit-identical logits under every setting, budgets kept, threads that end, damage that speaks."""
 
+import json
 import os
 import random
 import threading
@@ -12,16 +13,16 @@ import torch
 from specter_lab.engine.store.layout import EXPERTS, read_index
 from specter_lab.engine.store.pack import pack
 from specter_lab.engine.store.reader import BUFFERED, DIRECT, drop_pages, warm_pages
-from specter_lab.engine.zipmoe.baselines import PEERS, open_accelerate, open_mapped, why_not_run
+from specter_lab.engine.zipmoe.baselines import in_memory, open_accelerate, open_mapped
 from specter_lab.engine.zipmoe.memory import PARTS, staging_bytes
 from specter_lab.engine.zipmoe.model import generate, open_store
 from specter_lab.engine.zipmoe.settings import BASELINES, ZIPMOE
 from specter_lab.errors import UserError
-from specter_lab.models.load import load, resolve
+from specter_lab.models.load import resolve
 from specter_lab.plan.zipmoe.cache import RULES
 from specter_lab.plan.zipmoe.pools import Pools
 
-MODELS = ("qwen-nano", "phi-nano", "deepseek-nano")
+MODELS = ("qwen-nano", "phi-nano", "deepseek-nano", "switch-nano")  # the last an encoder-decoder
 PLAIN = replace(ZIPMOE, in_place=False)
 
 
@@ -48,8 +49,7 @@ def reference():
     """Logits of the model in memory, with the loop over experts."""
     found = {}
     for name in MODELS:
-        model = load(name, dtype=torch.bfloat16).model
-        model.set_experts_implementation("eager")
+        model = in_memory(resolve(name)).model
         for batch in (1, 3):
             found[name, batch] = logits_of(model, prompt(batch=batch))
     return found
@@ -161,12 +161,43 @@ def test_closing_ends_every_thread(stores):
     assert not [t for t in threading.enumerate() if t.name.startswith("zipmoe")]
 
 
-def test_baselines_compute_the_model(stores, reference, tmp_path):
-    mapped = logits_of(open_mapped(resolve("qwen-nano"), stores / "qwen-nano").model, prompt())
-    assert torch.equal(mapped[0], reference["qwen-nano", 1][0])
-    accelerated = logits_of(open_accelerate(resolve("qwen-nano"), tmp_path).model, prompt())
-    assert same(accelerated, reference["qwen-nano", 1])
-    assert all(why_not_run(peer).startswith("not run") for peer in PEERS)
+@pytest.mark.parametrize("model", ["qwen-nano", "switch-nano"])
+def test_baselines_compute_the_model(stores, reference, tmp_path, model):
+    mapped = logits_of(open_mapped(resolve(model), stores / model).model, prompt())
+    assert torch.equal(mapped[0], reference[model, 1][0])
+    accelerated = logits_of(open_accelerate(resolve(model), tmp_path).model, prompt())
+    assert same(accelerated, reference[model, 1])
+
+
+def test_a_translator_writes_what_transformers_writes(stores, reference):
+    model = in_memory(resolve("switch-nano")).model
+    options = dict(do_sample=False, num_beams=1, min_new_tokens=6, max_new_tokens=6)
+    written = model.generate(prompt(batch=3), attention_mask=torch.ones(3, 9, dtype=torch.long), **options)
+    assert torch.equal(written[:, 1:], reference["switch-nano", 3][0])
+
+
+@pytest.mark.parametrize("settings", [PLAIN, replace(PLAIN, prefetch=2), BASELINES["lru"]], ids=["", "ahead", "lru"])
+def test_tokens_beyond_a_routers_capacity_are_computed_by_nobody(stores, tmp_path, settings):
+    store, source = tmp_path / "store", tmp_path / "source"
+    for copied, original in ((store, stores / "switch-nano"), (source, resolve("switch-nano"))):
+        copied.mkdir()
+        for file in original.iterdir():
+            if file.name != "MANIFEST.json":
+                (copied / file.name).write_bytes(file.read_bytes())
+        config = json.loads((copied / "config.json").read_text()) | {"expert_capacity": 1}
+        (copied / "config.json").write_text(json.dumps(config))
+    ids = prompt(batch=3, length=30)  # tokens that share an expert: only the first of a row is computed
+    expected = logits_of(in_memory(source).model, ids)
+    assert not torch.equal(expected[1], logits_of(in_memory(resolve("switch-nano")).model, ids)[1])
+    with open_store(store, budget_of(store, 0.25), settings=settings, check=False) as served:
+        assert same(logits_of(served.model, ids), expected)
+    assert same(logits_of(open_mapped(source, store).model, ids), expected)
+
+
+def test_an_encoders_last_layer_reads_nothing_ahead(stores):
+    store = stores / "switch-nano"
+    with open_store(store, budget_of(store, 0.25), settings=replace(PLAIN, prefetch=2), check=False) as served:
+        assert served.runtime.index.layers == (1, 3, 5) and list(served.runtime._routers) == [3]
 
 
 def test_pools_beyond_the_budget_are_refused(stores):
