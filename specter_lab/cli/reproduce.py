@@ -23,17 +23,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Answer:
     ids = chosen(options.id, options.tier)
     from specter_lab.cli.compare import claims_of
-    from specter_lab.experiments.runner import reproduce
+    from specter_lab.experiments.runner import reproduce, reproduce_each
 
     how = {name: getattr(options, name) for name in ("tier", "seed", "fresh", "models", "runner")}
+    if len(ids) == 1:
+        return Answer(claims_of(ids[0], reproduce(ids[0], **how).tier))
     failed, waiting, claims = [], [], []
-    for name in ids:
-        try:
-            claims += claims_of(name, reproduce(name, **how).tier)
-        except UserError as error:
-            if len(ids) == 1:
-                raise
-            (waiting if isinstance(error, NotTrained) else failed).append(f"{name} ({error})")
+    for name, outcome in reproduce_each(ids, **how):
+        if isinstance(outcome, UserError):
+            (waiting if isinstance(outcome, NotTrained) else failed).append(f"{name} ({outcome})")
+        else:
+            claims += claims_of(name, outcome.tier)
     if waiting:
         print(f"not run: {'; '.join(waiting)}")
     if failed:

@@ -16,6 +16,7 @@ from specter_lab.experiments import local_processes, ray_cluster
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.job import Job, Outcome, Rows, Runner, WorkerLost
 from specter_lab.experiments.provenance import code_digest
+from specter_lab.experiments.registry import TIMED
 from specter_lab.files import write_whole
 
 RUNNERS: dict[str, Runner] = {"local": local_processes.run, "ray": ray_cluster.run}
@@ -28,6 +29,8 @@ def run(context: Context, jobs: Sequence[Job]) -> Rows:
         UserError: a job could not be done (the message starts with its name), its process was killed, or there is no
             such runner.
     """
+    if any(job.alone for job in jobs) and context.experiment not in TIMED:
+        raise ValueError(f"{context.experiment} has jobs that must run alone: list it in registry.TIMED")
     files = [_row_file(context, job) for job in jobs]
     pending = [(job, file) for job, file in zip(jobs, files) if context.fresh or _load(file) is None]
     if pending:

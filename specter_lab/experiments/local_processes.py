@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
@@ -37,19 +37,35 @@ def worker_count(context: Context, jobs: Sequence[Job]) -> int:
 def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
     """Outcomes as they come. However it ends, Ctrl-C and closing included, no process is left behind."""
     workers = 1 if any(job.alone for job in jobs) else worker_count(context, jobs)
+    with _one_thread_each(workers > 1), _processes(workers) as pool:
+        with _ctrl_c_ignored():  # workers start here, and inherit it
+            numbers = {pool.submit(timed, job.function, dict(job.arguments)): i for i, job in enumerate(jobs)}
+        for future in as_completed(numbers):
+            yield numbers[future], partial(_outcome, future)
+
+
+@contextmanager
+def process_beside() -> Iterator[Executor]:
+    """One process for what can be done while others compute; it and its children have one thread each."""
+    with _processes(1) as pool:
+        with _one_thread_each(True), _ctrl_c_ignored():
+            pool.submit(os.getpid)  # it starts here, and inherits both
+        yield pool
+
+
+@contextmanager
+def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool that leaves no process behind, however the block ends; pools around it are left alone."""
+    others = multiprocessing.active_children()
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    with _one_thread_each(workers):
-        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
-        try:
-            with _ctrl_c_ignored():  # workers start here, and inherit it
-                numbers = {pool.submit(timed, job.function, dict(job.arguments)): i for i, job in enumerate(jobs)}
-            for future in as_completed(numbers):
-                yield numbers[future], partial(_outcome, future)
-        except BaseException:
-            _kill(multiprocessing.active_children())
-            pool.shutdown(cancel_futures=True)
-            raise
-        pool.shutdown()
+    pool = ProcessPoolExecutor(count, mp_context=spawn, initializer=_start_worker)
+    try:
+        yield pool
+    except BaseException:
+        _kill([process for process in multiprocessing.active_children() if process not in others])
+        pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _outcome(future: Future) -> tuple[Rows, float]:
@@ -96,10 +112,10 @@ def _kill(processes: Sequence) -> None:
 
 
 @contextmanager
-def _one_thread_each(workers: int) -> Iterator[None]:
-    """Workers read these when they start: one thread per process as soon as there are two."""
+def _one_thread_each(wanted: bool) -> Iterator[None]:
+    """Processes read these when they start: one thread each, if wanted, since there are others."""
     before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
-    if workers > 1:
+    if wanted:
         os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     try:
         yield

@@ -221,6 +221,12 @@ EXPERIMENTS = {
     )
 }  # fmt: skip
 
+# They measure times of this machine: nothing else of ours runs meanwhile.
+TIMED = frozenset({
+    "specter-kernel", "specter-engine", "elephants-table1", "elephants-table3", "zipmoe-decompression", "zipmoe-io-stall",
+    "zipmoe-latency-memory", "zipmoe-throughput-batch", "zipmoe-latency-length", "zipmoe-table1", "zipmoe-page-cache",
+})  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Lab:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +15,8 @@ from specter_lab import paths
 from specter_lab.errors import UserError
 from specter_lab.experiments import results
 from specter_lab.experiments.compare import comparison
-from specter_lab.experiments.registry import find, find_lab
+from specter_lab.experiments.local_processes import process_beside
+from specter_lab.experiments.registry import TIMED, find, find_lab
 from specter_lab.experiments.results import Result
 from specter_lab.experiments.run import run
 
@@ -38,15 +41,82 @@ def reproduce(
     Raises:
         UserError: whatever the run or a notebook cell says the user can put right.
     """
-    experiment = find(name)
-    result = run(name, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner)
-    print(f"{experiment.id}: rows, claims and figure are in {results.shown(result.folder)}")
-    notebook = NOTEBOOKS / f"{experiment.id}.ipynb"
+    result = _answered(name, tier, seed, fresh, models, runner)
     with TemporaryDirectory() as folder:
-        start = time.monotonic()
-        executed = _execute(notebook, Path(folder), {"tier": tier, "seed": seed, "models": list(models)})
-        result = results.add_notebook(result, executed)
-    print(f"{experiment.id}: notebook executed in {time.monotonic() - start:.0f} s")
+        return _completed(result, *_execute_timed(*_notebook_of(result, seed, models), Path(folder)))
+
+
+def reproduce_each(
+    names: Sequence[str],
+    *,
+    tier: str = "cpu",
+    seed: int = 0,
+    fresh: bool = False,
+    models: Sequence[str] = (),
+    runner: str = "local",
+) -> Iterator[tuple[str, Result | UserError]]:
+    """`reproduce` several experiments: each id with its result, or with what the user can put right.
+
+    On the cpu tier the notebook of one is executed while the next one computes. Nothing runs beside an experiment that
+    measures times, nor beside its notebook.
+
+    Raises:
+        UserError: one of the names is unknown.
+    """
+    how = {"tier": tier, "seed": seed, "fresh": fresh, "models": models, "runner": runner}
+    behind: list[tuple[Result, Future]] = []
+
+    def finish() -> Iterator[tuple[str, Result | UserError]]:
+        while behind:
+            result, notebook = behind.pop()
+            yield result.experiment, _or_mistake(lambda: _completed(result, *notebook.result()))
+
+    with TemporaryDirectory() as folder, process_beside() as beside:
+        for name in [find(name).id for name in names]:
+            if tier != "cpu" or name in TIMED:
+                yield from finish()
+                yield name, _or_mistake(partial(reproduce, name, **how))
+                continue
+            result = _or_mistake(partial(_answered, name, **how))
+            yield from finish()
+            if isinstance(result, UserError):
+                yield name, result
+            else:
+                work = (*_notebook_of(result, seed, models), Path(folder))
+                behind.append((result, beside.submit(_execute_timed, *work)))
+        yield from finish()
+
+
+def _or_mistake(work: Callable[[], Result]) -> Result | UserError:
+    try:
+        return work()
+    except UserError as error:
+        return error
+
+
+def _answered(name: str, tier: str, seed: int, fresh: bool, models: Sequence[str], runner: str) -> Result:
+    """The result of the run; where it lies is said at once."""
+    result = run(name, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner)
+    print(f"{result.experiment}: rows, claims and figure are in {results.shown(result.folder)}")
+    return result
+
+
+def _notebook_of(result: Result, seed: int, models: Sequence[str]) -> tuple[Path, dict]:
+    """The notebook that shows a result, and its parameters."""
+    parameters = {"tier": result.provenance["tier"], "seed": seed, "models": list(models)}
+    return NOTEBOOKS / f"{result.experiment}.ipynb", parameters
+
+
+def _execute_timed(notebook: Path, parameters: dict, folder: Path) -> tuple[Path, float]:
+    """The executed copy, in `folder`, and the seconds it took."""
+    start = time.monotonic()
+    return _execute(notebook, folder, parameters), time.monotonic() - start
+
+
+def _completed(result: Result, executed: Path, seconds: float) -> Result:
+    """The result with its notebook; the terminal gets its report."""
+    result = results.add_notebook(result, executed)
+    print(f"{result.experiment}: notebook executed in {seconds:.0f} s")
     print(report(result))
     return result
 

@@ -59,7 +59,10 @@ class Prefix:
 
 
 def prefill(target: PreTrainedModel, ids: Tensor) -> Prefix:
-    """The target's prefix after reading ids [B, S]."""
+    """The target's prefix after reading ids [B, S]; rows that are equal are read once."""
+    different, row = ids.unique(dim=0, return_inverse=True)
+    if len(different) < len(ids):
+        return prefill(target, different).rows(row)
     cache = empty_cache(target)
     with expanding_once(target, cache):
         target.model(input_ids=ids, cache=cache, use_cache=True)

@@ -40,13 +40,13 @@ def rows():
 
 def test_one_setting_is_measured(folder, monkeypatch):
     monkeypatch.setattr(table2, "MAX_TOKENS", 6)
-    found = pd.DataFrame(table2.measure(folder, "", "en-de", 2, 4, sentences_used=6, seed=0))
-    assert len(found) == 5 and (found["domain"] == table2.DOMAIN).all()
+    found = pd.DataFrame(table2.measure(folder, "", "en-de", 2, sentences_used=6, seed=0))
+    assert found["bits"].tolist() == [16] + [4] * 4 + [8] * 4 and (found["domain"] == table2.DOMAIN).all()
     assert (found["change_low"] <= found["change"] + 1e-9).all() and (
         found["change"] <= found["change_high"] + 1e-9
     ).all()
     assert (found["bleu"].iloc[1:] - found["bleu"].iloc[0] - found["change"].iloc[1:]).abs().max() < 1e-9
-    shares = found.set_index(["scope", "divisor"])["quantised_share"]
+    shares = found[found["bits"] == 4].set_index(["scope", "divisor"])["quantised_share"]
     assert shares[SCOPES[0], per_channel.CLIPPING] < shares[SCOPES[1], per_channel.CLIPPING]
 
 

@@ -133,6 +133,27 @@ def test_ctrl_c_says_one_sentence_and_leaves_nothing_behind(log, tmp_path):
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all processes", timeout_s=60)
 
 
+def test_a_failed_run_leaves_the_process_beside_it_alone(log, monkeypatch):
+    monkeypatch.setenv("TOY_FAIL", "0")
+    with local_processes.process_beside() as beside:
+        with pytest.raises(UserError, match="^square of 0"):
+            jobs.run(context(), toy.squares(context(), count=1))
+        assert beside.submit(os.getenv, "OMP_NUM_THREADS").result() == "1"
+    assert not multiprocessing.active_children()
+
+
+def test_ctrl_c_ends_the_process_beside_a_run():
+    with pytest.raises(KeyboardInterrupt), local_processes.process_beside() as beside:
+        beside.submit(time.sleep, 600)
+        raise KeyboardInterrupt
+    assert not multiprocessing.active_children()
+
+
+def test_jobs_that_must_run_alone_belong_to_a_listed_experiment(log):
+    with pytest.raises(ValueError, match="toy-squares has jobs that must run alone: list it in registry.TIMED"):
+        jobs.run(context(), [replace(job, alone=True) for job in toy.squares(context())])
+
+
 def test_a_worker_that_is_killed_is_reported(log, tmp_path):
     run = start_cli(tmp_path, TOY_SLEEP_S="30")
     wait_until(lambda: started(log), "the first row")

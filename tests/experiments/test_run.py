@@ -72,6 +72,39 @@ def test_reproduce_answers_in_json(log, notebook, capsys):
     assert "toy-squares: notebook executed in" in said.err
 
 
+COUNT_ROWS = """
+import os, time
+from pathlib import Path
+log = Path(os.environ["TOY_LOG"])
+while len(log.read_text().splitlines()) < int(os.environ["TOY_WANTED"]):
+    time.sleep(0.05)
+print(len(log.read_text().splitlines()), "rows started,", os.environ.get("OMP_NUM_THREADS"), "thread")
+"""
+
+
+def test_a_notebook_is_executed_while_the_next_experiment_computes(log, notebook, monkeypatch, capsys):
+    """The first notebook waits for a row of the second run; a mistake in one keeps none of the others from being done."""
+    notebook(COUNT_ROWS)
+    monkeypatch.setenv("TOY_WANTED", "5")
+    done = list(runner.reproduce_each(["specter-kernel", "squares", "toy-squares"], fresh=True))
+    assert [name for name, _ in done] == ["specter-kernel", "toy-squares", "toy-squares"]
+    assert isinstance(done[0][1], UserError)
+    assert "8 rows started, 1 thread" in (done[2][1].folder / "notebook.ipynb").read_text()
+    assert capsys.readouterr().out.count(": notebook executed in") == 2
+
+
+def test_nothing_runs_beside_an_experiment_that_measures_times(log, notebook, monkeypatch):
+    notebook(COUNT_ROWS)
+    monkeypatch.setenv("TOY_WANTED", "4")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(runner, "TIMED", {"toy-squares"})
+    executed = []
+    for _, result in runner.reproduce_each(["toy-squares", "toy-squares"], fresh=True):
+        executed.append((result.folder / "notebook.ipynb").read_text())
+    assert "4 rows started, None thread" in executed[0], "executed before the second began, with all threads"
+    assert "8 rows started, None thread" in executed[1]
+
+
 def test_a_result_for_the_same_question_is_not_measured_again(log):
     first, again = run("toy-squares"), run("toy-squares")
     assert again.provenance == first.provenance
@@ -94,14 +127,17 @@ def test_an_error_for_the_user_comes_out_of_a_notebook_as_one_sentence(log, note
 
 
 @pytest.mark.parametrize(
-    "kernel, why", [("import time; time.sleep(600)", "didn't respond in 2 seconds"), ("raise SystemExit", "died before")]
+    "kernel, why",
+    [("import time; time.sleep(600)", "didn't respond in 2 seconds"), ("raise SystemExit", "died before")],
 )
 def test_a_kernel_that_does_not_start_is_one_sentence(log, notebook, tmp_path, monkeypatch, kernel, why):
     notebook(RUN)
     (tmp_path / "ipykernel_launcher.py").write_text(kernel)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(runner, "KERNEL_START_S", 2)
-    with pytest.raises(UserError, match=f"the kernel of notebooks/toy-squares.ipynb did not start .*{why}.*: close other"):
+    with pytest.raises(
+        UserError, match=f"the kernel of notebooks/toy-squares.ipynb did not start .*{why}.*: close other"
+    ):
         runner.reproduce("toy-squares")
     assert results.read("toy-squares", "cpu", paths.RESULTS) is not None, "the run itself is kept"
 
@@ -130,7 +166,10 @@ def test_provenance_names_no_commit_of_a_repository_around_the_project(tmp_path,
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["reproduce", "table1", "--seed", "-1"], "a seed of -1 is not used here: give a whole number from 0 to 4294967295"),
+        (
+            ["reproduce", "table1", "--seed", "-1"],
+            "a seed of -1 is not used here: give a whole number from 0 to 4294967295",
+        ),
         (["reproduce", "table1", "--seed", str(2**32)], "a seed of 4294967296 is not used here"),
         (["reproduce", "specter-tabel1"], "no experiment 'specter-tabel1': did you mean specter-table1"),
         (["reproduce", "tabel1"], "did you mean table1"),

@@ -29,6 +29,20 @@ def test_rows_of_different_lengths_read_as_if_alone(model):
     assert prefix.lengths.tolist() == [24, 17, 21] and len(routing.indices) == 12
 
 
+def test_equal_rows_are_read_once_and_stay_independent(model):
+    seen = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape))
+    with torch.inference_mode():
+        prefix = prefill(model, TEXT[[0, 1, 0, 0]])
+        hook.remove()
+        assert seen == [(2, 20)]
+        prefix.forget(torch.tensor([4, 0, 0, 9]))
+        logits, _ = read(model, prefix, NEXT[[0, 1, 0, 2]])
+        texts = (TEXT[0, :16], NEXT[0]), (TEXT[1], NEXT[1]), (TEXT[0], NEXT[0]), (TEXT[0, :11], NEXT[2])
+        for row, (text, new) in enumerate(texts):
+            torch.testing.assert_close(logits[row], logits_after(model, text, new), atol=2e-4, rtol=1e-4)
+
+
 def test_forget_again_and_again(model):
     with torch.inference_mode():
         prefix = prefill(model, TEXT)

@@ -7,6 +7,8 @@ bootstrap. Experts only, as in the paper, and all linear layers; both divisors.
 
 from __future__ import annotations
 
+from itertools import product
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns
@@ -39,19 +41,17 @@ def run(context: Context) -> pd.DataFrame:
     """One row per model, direction, beam, bits, divisor and scope; bits 16 is the model as it is."""
     work = [
         jobs.Job(
-            f"{shown_name(model)}, {direction}, beam {beam}, int{bits}", measure,
-            {"model": model, "digest": digest_of(model), "direction": direction, "beam": beam, "bits": bits,
+            f"{shown_name(model)}, {direction}, beam {beam}", measure,
+            {"model": model, "digest": digest_of(model), "direction": direction, "beam": beam,
              "sentences_used": SENTENCES, "seed": context.seed}, cost=beam,
         )
-        for model in translators(context) for direction in DIRECTIONS for beam in BEAMS for bits in per_channel.BITS
-    ]  # fmt: skip
-    return pd.DataFrame(jobs.run(context, work)).drop_duplicates(
-        ["model", "direction", "beam", "bits", "divisor", "scope"], ignore_index=True
-    )
+        for model in translators(context) for beam in sorted(BEAMS, reverse=True) for direction in DIRECTIONS
+    ]  # long ones first: two processes end together  # fmt: skip
+    return pd.DataFrame(jobs.run(context, work))
 
 
-def measure(model: str, digest: str, direction: str, beam: int, bits: int, sentences_used: int, seed: int) -> jobs.Rows:
-    """The model as it is, and quantised to `bits` in every way. `digest` is here to name the weights."""
+def measure(model: str, digest: str, direction: str, beam: int, sentences_used: int, seed: int) -> jobs.Rows:
+    """The model as it is, and quantised in every way. `digest` is here to name the weights."""
     loaded = load_translator(model)
     sources, references = sentences(direction, sentences_used, seed)
     options = Options(beam=beam, max_tokens=MAX_TOKENS)
@@ -74,12 +74,11 @@ def measure(model: str, digest: str, direction: str, beam: int, bits: int, sente
         }  # fmt: skip
 
     rows = [row(loaded.model, before, full, bits=16, divisor="", scope=NONE)]
-    for divisor in per_channel.DIVISORS:
-        for scope in SCOPES:
-            network = quantized_switch(loaded.model, bits, divisor, scope)
-            after = translated(network)
-            statistics = translation.bleu_statistics(after, references)
-            rows.append(row(network, after, statistics, bits=bits, divisor=divisor, scope=scope))
+    for bits, divisor, scope in product(per_channel.BITS, per_channel.DIVISORS, SCOPES):
+        network = quantized_switch(loaded.model, bits, divisor, scope)
+        after = translated(network)
+        statistics = translation.bleu_statistics(after, references)
+        rows.append(row(network, after, statistics, bits=bits, divisor=divisor, scope=scope))
     return [
         {key: value if isinstance(value, str | int) else float(value) for key, value in found.items()} for found in rows
     ]

@@ -11,6 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from multiprocessing import parent_process
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from specter_lab.experiments.specter import routing
 from specter_lab.experiments.specter.setting import BUDGETS, priced_as, slots_of
 from specter_lab.measure.windows import Windows, read_windows, record_windows, write_windows
 from specter_lab.models.experts import with_experts, with_top_k
+from specter_lab.models.load import shown_name
 from specter_lab.paths import CACHE
 from specter_lab.plan.hardware import PAPERS_GPU, read_profile
 from specter_lab.plan.policy import Policy, Scene
@@ -79,16 +81,19 @@ def traffic_for(policy: Policy, model: str, seed: int) -> Traffic:
 
 
 def _windows(model: str, seed: int, draft: str) -> Windows:
-    question = routing.ask(model, POOL_PER_SET, seed)
-    asked = [question.source.digest, draft, seed, PROMPT_TOKENS, NEW_TOKENS, MAX_DEPTH, SAMPLED,
+    path, digest = _windows_file(model, seed, draft), routing.model_digest(model)
+    try:
+        return read_windows(path, model_digest=digest)
+    except UserError:  # not there yet, or damaged: recorded anew
+        write_windows(_record(routing.ask(model, POOL_PER_SET, seed), seed, draft), path, model_digest=digest)
+        return read_windows(path, model_digest=digest)
+
+
+def _windows_file(model: str, seed: int, draft: str) -> Path:
+    asked = [routing.model_digest(model), draft, seed, PROMPT_TOKENS, NEW_TOKENS, MAX_DEPTH, SAMPLED,
              HISTORY_PER_SET + REQUESTS_PER_SET, recording_digest()]  # fmt: skip
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-    path = CACHE / "windows" / f"{question.source.name}-{draft}-{key}.safetensors"
-    try:
-        return read_windows(path, model_digest=question.source.digest)
-    except UserError:  # not there yet, or damaged: recorded anew
-        write_windows(_record(question, seed, draft), path, model_digest=question.source.digest)
-        return read_windows(path, model_digest=question.source.digest)
+    return CACHE / "windows" / f"{shown_name(model)}-{draft}-{key}.safetensors"
 
 
 def _record(question: routing.Question, seed: int, draft: str) -> Windows:
