@@ -88,7 +88,7 @@ def press_play(tab):
 
 @pytest.mark.parametrize("name", [*LABS, *EXPERIMENTS])
 def test_notebook_in_a_browser(tab, name):
-    if name in EXPERIMENTS and name not in RECORDED and EXPERIMENTS[name].tiers.get("cpu") is None:
+    if name in EXPERIMENTS and name not in RECORDED and EXPERIMENTS[name].minutes.get("cpu") is None:
         pytest.skip("nothing recorded yet, and to measure it takes a GPU, or nobody has timed how long")
     opened = tab(name)
     if name in RECORDED:
