@@ -17,6 +17,10 @@ LAB := $(PY) -m specter_lab.cli
 RUN_OPTIONS = --tier $(TIER) --seed $(SEED) $(if $(FRESH),--fresh) $(if $(MODELS),--models $(MODELS)) \
 	$(if $(RUNNER),--runner $(RUNNER))
 LAB_PARAMETERS := MODEL QUANTIZER PROMPTS REQUESTS MAX_TOKENS DEPTH PROFILE MEMORY_GB POLICY SLOTS CONTROL
+VARIABLES := TIER SEED FRESH MODELS RUNNER ARGS TOY PYTHON TORCH_INDEX
+GIVEN := $(foreach name,$(filter-out -*- MAKE%,$(.VARIABLES)),$(if $(findstring command line,$(origin $(name))),$(name)))
+UNKNOWN := $(filter-out $(VARIABLES) $(LAB_PARAMETERS) GPTQMODEL_%,$(GIVEN))
+$(if $(UNKNOWN),$(error nothing takes $(UNKNOWN)=: there are $(VARIABLES); and for lab notebooks $(LAB_PARAMETERS)))
 
 BROWSER = $(strip $(foreach name,chromium chromium-browser google-chrome google-chrome-stable,$(shell command -v $(name))))
 APT_GET := apt-get update -qq && apt-get

@@ -90,7 +90,8 @@ def disk_problem(error: BaseException) -> str | None:
     """What disk, folder or permission is at fault and the way out, in one sentence; None for any other error."""
     code, name = _code(error), getattr(error, "filename", None)
     if is_disk_full(error):
-        where = f" (writing {name})" if name else ""
+        written = getattr(error, "filename2", None) or name  # a copy names its source first
+        where = f" (writing {written})" if written else ""
         return (f"the disk is full{where}: free some space (artifacts/cache/quantized can always be made again), or "
                 f"{_ELSEWHERE} on another disk; temporary files go to {_temporary()}, which TMPDIR moves; then run "
                 f"the same command again, what is finished is kept")  # fmt: skip

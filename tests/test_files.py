@@ -37,6 +37,7 @@ def test_a_folder_replaces_a_damaged_one(tmp_path):
     [
         (OSError(errno.ENOSPC, "x"), "the disk is full: free some space"),
         (OSError(errno.EDQUOT, "x", "rows.json"), r"the disk is full \(writing rows.json\)"),
+        (OSError(errno.ENOSPC, "x", "from.json", None, "to.json"), r"the disk is full \(writing to.json\)"),
         (SafetensorError("I/O error: No space left on device (os error 28)"), "the disk is full: .* TMPDIR"),
         (OSError(errno.EROFS, "x", "out"), "out: Read-only file system: .* SPECTER_LAB_OUT .* you may write to"),
         (PermissionError(errno.EACCES, "x", "out"), "out: Permission denied: give yourself access"),

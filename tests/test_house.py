@@ -22,7 +22,7 @@ from specter_lab.paths import CLAIMS, ROOT
 TOP_LEVEL = {
     "notebooks", "specter_lab", "artifacts", "data", "environment.yml", "Makefile", "tests", "README.md",
     "pyproject.toml", "requirements.lock", "LICENSE", "NOTICE", "CITATION.cff", ".zenodo.json",
-    "CONTRIBUTING.md", "CHANGELOG.md", "Containerfile", ".gitignore", ".ci",
+    "CONTRIBUTING.md", "CHANGELOG.md", "Containerfile", ".dockerignore", ".gitignore", ".ci",
 }  # fmt: skip
 LAB_PREFIXES = ("00-", "lab-")
 RAY_LOCK = ROOT / "specter_lab" / "experiments" / "ray.lock"  # what `make setup-ray` adds
@@ -175,3 +175,32 @@ def test_readme_is_short_and_shows_the_recorded_results():
     assert len(text.splitlines()) <= 150
     table = text.split(compare.BEGIN)[1].split(compare.END)[0].strip()
     assert table == compare.markdown(compare.headline_table()), "run `make readme`"
+
+
+def test_the_linter_finds_nothing():
+    found = subprocess.run([sys.executable, "-m", "ruff", "check", "--quiet"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_an_image_leaves_out_what_git_leaves_out():
+    def patterns(name):
+        lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+        return {line.strip("/").removeprefix("**/") for line in lines if line and not line.startswith("#")}
+
+    assert patterns(".dockerignore") == patterns(".gitignore")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_a_misspelt_variable_is_not_passed_over():
+    def make(*given):
+        return subprocess.run(["make", "--dry-run", "help", *given], cwd=ROOT, capture_output=True, text=True)
+
+    wrong = make("PROFIL=rtx4090")
+    assert wrong.returncode == 2 and "nothing takes PROFIL=: there are TIER" in wrong.stderr
+    assert make("PROFILE=rtx4090", "SEED=1", "MODELS=a b", "ARGS=-k one").returncode == 0
+
+
+def test_nobody_has_to_read_all_of_the_help():
+    command = f"{sys.executable} -m specter_lab.experiments.help | true"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""

@@ -1,7 +1,7 @@
 """`make package`: everything an evaluator needs in one archive, the same bytes for the same commit.
 
 It holds the files of the commit, and what is made from them: the status page, the RO-Crate and SHA256SUMS. Nothing of
-yours, no cache and no environment is in it.
+yours (a store, a report), no cache and no environment is in it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def package(out: Path = paths.OUT / "package") -> Path:
     """
     if Path(_git("rev-parse", "--show-toplevel").strip()).resolve() != paths.ROOT:
         raise UserError(NO_CHECKOUT)
-    if changes := _git("status", "--porcelain"):
+    if changes := _git("status", "--porcelain", "--untracked-files=no"):
         raise UserError(f"{len(changes.splitlines())} files differ from the commit ({changes.split()[1]}): a package is made "
                         f"of a commit, so commit or stash them first")  # fmt: skip
     if old := stale():
@@ -72,10 +72,13 @@ def _git(*arguments: str) -> str:
     try:
         done = subprocess.run(["git", *arguments], cwd=paths.ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(
-            "this is no git checkout (or git is missing): a package is made of a commit, so clone first"
-        ) from error
+        raise UserError(NO_CHECKOUT) from error
     return done.stdout
+
+
+def sentence(archive: Path) -> str:
+    """Where the archive is, and what to do with it."""
+    return f"{shown(archive)}: {archive.stat().st_size / 1e6:.1f} MB; unpack it and run `make verify`"
 
 
 def main() -> int:
@@ -85,7 +88,7 @@ def main() -> int:
     except UserError as error:
         print(f"package: {error}", file=sys.stderr)
         return 2
-    print(f"{shown(archive)}: {archive.stat().st_size / 1e6:.1f} MB; unpack it and run `make verify`")
+    print(sentence(archive))
     return 0
 
 

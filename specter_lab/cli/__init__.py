@@ -8,31 +8,46 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 
-from specter_lab.cli.command import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR, Answer, Command
+from specter_lab.cli.command import (
+    EXIT_CLOSED_PIPE,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    EXIT_USER_ERROR,
+    Answer,
+    Command,
+)
 from specter_lab.cli.parser import parse
 from specter_lab.errors import UserError
 from specter_lab.files import disk_problem
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as schedulers and containers send it: ends a command as Ctrl-C does, so that nothing is left running."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0; 2 for what the user can put right (a sentence says what and how); 130 for
-    Ctrl-C; 1 when `doctor` found something needed missing or nobody reads the output. A bug is raised."""
+    Ctrl-C and 143 for SIGTERM; 1 when `doctor` found something needed missing or nobody reads the output. A bug is raised."""
     command = None
     try:
         command, options = parse(sys.argv[1:] if arguments is None else arguments)
         as_json = getattr(options, "json", False)
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        with _terminable(), redirect_stdout(sys.stderr) if as_json else nullcontext():
             answer = command.run(options)
         _print(answer, as_json)
         return answer.status
     except UserError as error:
         return _fail(str(error), EXIT_USER_ERROR)
+    except Terminated:
+        return _fail(_interrupted("SIGTERM", command), EXIT_TERMINATED)
     except KeyboardInterrupt:
-        return _fail(_interrupted(command), EXIT_INTERRUPTED)
+        return _fail(_interrupted("Ctrl-C", command), EXIT_INTERRUPTED)
     except BrokenPipeError:  # `specter-lab table | head`: whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_CLOSED_PIPE
@@ -62,8 +77,24 @@ def _print(answer: Answer, as_json: bool) -> None:
     sys.stdout.flush()  # or a closed pipe and a full disk would show only after the last word
 
 
-def _interrupted(command: Command | None) -> str:
-    return f"stopped by Ctrl-C{': ' + command.after_ctrl_c if command and command.after_ctrl_c else ''}"
+@contextmanager
+def _terminable() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupted(by: str, command: Command | None) -> str:
+    return f"stopped by {by}{': ' + command.after_ctrl_c if command and command.after_ctrl_c else ''}"
 
 
 def _fail(sentence: str, status: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 EXIT_MISSING = EXIT_CLOSED_PIPE = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 @dataclass(frozen=True)

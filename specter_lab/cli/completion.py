@@ -35,7 +35,8 @@ def run(options: argparse.Namespace) -> Answer:
 
 COMMAND = Command(
     "completion", "a script for your shell: Tab completes commands, ids, options",
-    'eval "$(specter-lab completion bash)"                  # in ~/.bashrc\n'
+    'eval "$(specter-lab completion bash)"                  # for this shell; some seconds, so for all of them rather:\n'
+    "specter-lab completion bash > ~/.specter-lab.bash      # and in ~/.bashrc: source ~/.specter-lab.bash\n"
     "specter-lab completion zsh > ~/.zfunc/_specter-lab     # a folder in $fpath",
     arguments, run,
 )  # fmt: skip

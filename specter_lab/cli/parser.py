@@ -18,6 +18,7 @@ from specter_lab.cli import (
     listing,
     measure,
     pack,
+    package,
     quantize,
     record,
     reproduce,
@@ -31,7 +32,7 @@ from specter_lab.cli.command import Command
 from specter_lab.errors import UserError
 
 GROUPS = {
-    "reproduce the papers": (listing, reproduce, compare, table, record),
+    "reproduce the papers": (listing, reproduce, compare, table, record, package),
     "measure and plan": (doctor, measure, simulate, lab),
     "work with a model": (generate, serve, quantize, widen, pack, verify),
     "the shell": (completion,),
@@ -53,7 +54,7 @@ exit status
   0    done
   1    a bug (with a stack trace: please report it), something missing (doctor), or nobody read the output
   2    something you can put right; one sentence says what and how
-  130  Ctrl-C"""
+  130  Ctrl-C (143: SIGTERM)"""
 
 
 class Parser(argparse.ArgumentParser):

@@ -17,8 +17,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from specter_lab import paths
 from specter_lab.errors import UserError
-from specter_lab.experiments.registry import DEFAULT_MODELS
+from specter_lab.experiments.registry import DEFAULT_MODELS, EXPERIMENTS
 
 SEEDS = range(2**32)  # what every generator in use takes
 
@@ -74,5 +75,12 @@ def need_gpu(context: Context) -> None:
     """Raise UserError where there is no CUDA GPU."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise UserError(f"{context.experiment} measures a CUDA GPU and there is none: its notebook shows what was recorded on one")
+    if torch.cuda.is_available():
+        return
+    if "cpu" in EXPERIMENTS[context.experiment].tiers:
+        way_out = "its cpu tier (without TIER=gpu, or --tier) runs on any machine"
+    elif (paths.RECORDED / context.experiment / "gpu").is_dir():
+        way_out = "its notebook shows what was recorded on one"
+    else:
+        way_out = "run it on a machine that has one"
+    raise UserError(f"{context.experiment} measures a CUDA GPU and there is none: {way_out}")

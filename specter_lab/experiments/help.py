@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 
 from specter_lab.experiments.registry import EXPERIMENTS, LABS, Experiment
@@ -38,4 +40,7 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    print(render())
+    try:
+        print(render(), flush=True)
+    except BrokenPipeError:  # `make help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

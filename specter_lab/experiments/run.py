@@ -10,7 +10,7 @@ from specter_lab import paths
 from specter_lab.errors import UserError
 from specter_lab.experiments import results
 from specter_lab.experiments.claims import Setting, claims_digest, judge_all
-from specter_lab.experiments.context import Context, check_seed
+from specter_lab.experiments.context import Context, check_seed, need_gpu
 from specter_lab.experiments.provenance import describe, gpu_name, question_digest
 from specter_lab.experiments.registry import DEFAULT_MODELS, TIERS, check_tier, find
 from specter_lab.experiments.results import Result
@@ -37,9 +37,11 @@ def run(
         runner: where rows are computed, "local" or "ray".
 
     Raises:
-        UserError: unknown experiment, a tier it does not have, a model that cannot be loaded, a row that failed.
+        UserError: unknown experiment, a tier it does not have or this machine cannot run, a model that cannot be loaded, a row that failed.
     """
     context = context_for(experiment, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner)
+    if tier == "gpu" and not models:  # before anything else that may be missing: without a GPU it would not help
+        need_gpu(context)
     module = import_module(find(experiment).module)
     inputs = module.inputs(context) | {"claims": claims_digest(context.experiment)}
     mine = results.read(context.experiment, context.folder_name, paths.RESULTS)

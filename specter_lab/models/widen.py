@@ -44,6 +44,7 @@ from specter_lab.models.originals import ORIGINALS, config_for
 from specter_lab.models.zoo.shapes import SHAPES
 
 SHARD_BYTES = 2**31
+OUT_EXISTS = "{} exists already: give a folder that does not"
 # What the two models may differ in; everything else of the config stays the small model's.
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
          "shared_expert_intermediate_size", "kv_lora_rank", "vocab_size", "d_model", "d_ff")  # fmt: skip
@@ -263,7 +264,7 @@ def widen(
         UserError: `out` exists, or a weight that no rule knows.
     """
     if out.exists():
-        raise UserError(f"{out} exists already: give a folder that does not")
+        raise UserError(OUT_EXISTS.format(out))
     out.mkdir(parents=True)
     shard: dict[str, Tensor] = {}
     where: dict[str, str] = {}
@@ -303,6 +304,8 @@ def widen_named(model: str, out: str, original: str | None = None) -> None:
     if name is None:
         raise UserError(f"which original is {model} to grow to? Give --to with one of {', '.join(ORIGINALS)}")
     large = widened_config(small, config_for(name))
+    if Path(out).exists():
+        raise UserError(OUT_EXISTS.format(out))
     with tqdm(total=_bytes(large), unit="B", unit_scale=True, desc=f"widening {model}", mininterval=1.0) as bar:
         widen(folder, small, large, Path(out), bar.update)
 

@@ -61,7 +61,9 @@ def test_a_package_is_made_of_a_commit(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no git checkout"):
         package.package(tmp_path / "out")
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    (tmp_path / "new.txt").write_text("not committed")
+    for name in ("new.txt", "store"):  # a store of yours is not of the commit, and in nobody's way
+        (tmp_path / name).write_text("not committed")
+    subprocess.run(["git", "add", "new.txt"], cwd=tmp_path, check=True)
     with pytest.raises(UserError, match=r"1 files differ from the commit \(new.txt\)"):
         package.package(tmp_path / "out")
     (tmp_path / "inside").mkdir()

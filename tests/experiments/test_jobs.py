@@ -121,15 +121,19 @@ def test_a_killed_run_goes_on_where_it_stopped(log, tmp_path, monkeypatch):
     assert sum(again.values()) == 4 - finished and set(again.values()) == {1}
 
 
-def test_ctrl_c_says_one_sentence_and_leaves_nothing_behind(log, tmp_path):
+@pytest.mark.parametrize(
+    "number, to_all, name, status",
+    [(signal.SIGINT, True, "Ctrl-C", 130), (signal.SIGTERM, False, "SIGTERM", 143)],  # a terminal's, a scheduler's
+)
+def test_being_stopped_says_one_sentence_and_leaves_nothing_behind(log, tmp_path, number, to_all, name, status):
     run = start_cli(tmp_path, TOY_SLEEP_S="30")
     wait_until(lambda: started(log), "the first row")
     pids = family(run)
-    os.killpg(run.pid, signal.SIGINT)
+    (os.killpg if to_all else os.kill)(run.pid, number)
     _, stderr = run.communicate(timeout=120)
-    assert run.returncode == 130
-    assert "specter-lab: stopped by Ctrl-C: run the same command again, finished rows are kept\n" in stderr
-    assert "Traceback" not in stderr
+    assert run.returncode == status
+    assert f"specter-lab: stopped by {name}: run the same command again, finished rows are kept\n" in stderr
+    assert "Traceback" not in stderr and "Warning" not in stderr
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all processes", timeout_s=60)
 
 

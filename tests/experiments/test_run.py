@@ -7,6 +7,7 @@ import sys
 
 import nbformat
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
@@ -14,6 +15,7 @@ from specter_lab import paths
 from specter_lab.cli import main
 from specter_lab.errors import UserError
 from specter_lab.experiments import compare, provenance, results, runner
+from specter_lab.experiments.registry import find
 from specter_lab.experiments.run import load_or_run, run
 from tests.experiments.toy import started
 
@@ -175,7 +177,7 @@ def test_provenance_names_no_commit_of_a_repository_around_the_project(tmp_path,
         (["reproduce", "tabel1"], "did you mean table1"),
         (["reproduce", "zzz"], "`make help` lists them all"),
         (["reproduce", "table1", "--tier", "gpu"], "specter-table1 has no 'gpu' tier: give cpu or paper"),
-        (["reproduce", "depth", "--tier", "gpu"], "-proxy is not in data/zoo: proxies are trained, not shipped; on a"),
+        (["reproduce", "depth", "--tier", "gpu", "--models", "qwen-proxy"], "qwen-proxy is not in data/zoo: proxies are"),
         (["reproduce", "table1", "--tier", "tpu"], "no tier 'tpu': give one of cpu, gpu, paper"),
         (["record", "routing-match"], "no complete cpu result of specter-routing-match to record"),
     ],
@@ -184,6 +186,21 @@ def test_bad_input_is_one_sentence_and_status_2(out, capsys, arguments, sentence
     assert main(arguments) == 2
     stderr = capsys.readouterr().err
     assert sentence in stderr and stderr.count("\n") == 1 and stderr.startswith("specter-lab: ")
+
+
+@pytest.mark.parametrize(
+    "name, way_out",
+    [
+        ("depth", "its cpu tier (without TIER=gpu, or --tier) runs on any machine"),
+        ("engine", "its notebook shows what was recorded on one"),
+        ("translation-speed", "run it on a machine that has one"),
+    ],
+)
+def test_without_a_gpu_that_is_what_is_missing(out, capsys, monkeypatch, name, way_out):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (paths.RECORDED / "specter-engine" / "gpu").mkdir(parents=True, exist_ok=True)
+    assert main(["reproduce", name, "--tier", "gpu"]) == 2  # though the proxies are not trained either
+    assert capsys.readouterr().err == f"specter-lab: {find(name).id} measures a CUDA GPU and there is none: {way_out}\n"
 
 
 def test_an_error_of_the_real_command_is_one_line():
