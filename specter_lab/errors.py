@@ -12,5 +12,6 @@ class UserError(Exception):
         """What a notebook shows: the sentence, without the stack trace."""
         return [f"{type(self).__name__}: {self}"]
 
+
 class NotTrained(UserError):
     """A model of the project's own that has to be trained before it can be used."""

@@ -65,9 +65,19 @@ def test_other_errors_are_not_put_down_to_the_disk(error):
 def test_the_output_folder_is_absolute_whatever_was_given(tmp_path):
     """Children run elsewhere; an empty variable is none; a shell does not always expand the tilde."""
     code = "from specter_lab import paths; print(paths.OUT)"
-    for given, expected in {"": paths.ROOT / "artifacts", "o ü": tmp_path / "o ü", "~/o": tmp_path / "home" / "o"}.items():
-        environment = os.environ | {"SPECTER_LAB_OUT": given, "HOME": str(tmp_path / "home"), "PYTHONPATH": str(paths.ROOT)}
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    for given, expected in {
+        "": paths.ROOT / "artifacts",
+        "o ü": tmp_path / "o ü",
+        "~/o": tmp_path / "home" / "o",
+    }.items():
+        environment = os.environ | {
+            "SPECTER_LAB_OUT": given,
+            "HOME": str(tmp_path / "home"),
+            "PYTHONPATH": str(paths.ROOT),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert done.stdout.strip() == str(expected), done.stderr
 
 

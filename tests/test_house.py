@@ -177,8 +177,11 @@ def test_readme_is_short_and_shows_the_recorded_results():
     assert table == compare.markdown(compare.headline_table()), "run `make readme`"
 
 
-def test_the_linter_finds_nothing():
-    found = subprocess.run([sys.executable, "-m", "ruff", "check", "--quiet"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=["lint", "format"])
+def test_ruff_finds_nothing(command):
+    found = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, "--quiet"], cwd=ROOT, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stdout + found.stderr
 
 

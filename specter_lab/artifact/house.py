@@ -22,7 +22,9 @@ def modules() -> list[Path]:
     files = [
         file
         for file in PACKAGE.rglob("*.py")
-        if (file.parent / "__init__.py").exists() and file.name != "__main__.py" and file.read_text(encoding="utf-8").strip()
+        if (file.parent / "__init__.py").exists()
+        and file.name != "__main__.py"
+        and file.read_text(encoding="utf-8").strip()
     ]
     return sorted(files, key=lambda file: (_rank(file.relative_to(PACKAGE)), str(file)))
 

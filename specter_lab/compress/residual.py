@@ -63,7 +63,9 @@ def size(parts: Iterable[Tensor]) -> Size:
     for weights in parts:
         residual = encode(weights, round_to_nearest(weights, 4))
         found = Size(
-            found.weights + weights.numel(), found.moved_bytes + residual.nbytes, found.exceptions + len(residual.places)
+            found.weights + weights.numel(),
+            found.moved_bytes + residual.nbytes,
+            found.exceptions + len(residual.places),
         )
     return found
 

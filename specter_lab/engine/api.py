@@ -222,7 +222,10 @@ def _runnable(policy: str | Policy, mode: str) -> Policy:
         (policy.lossy, "changes the output"),
         (policy.draft not in ("int4", None), "drafts with fewer of the target's experts"),
         (policy.miss == ADMIT, "has kernels load misses into slots"),
-        (policy.miss not in (LOAD, READ_THROUGH, CPU_IF_SOONER, ADMIT), "computes misses on the CPU whatever the link does"),
+        (
+            policy.miss not in (LOAD, READ_THROUGH, CPU_IF_SOONER, ADMIT),
+            "computes misses on the CPU whatever the link does",
+        ),
         (policy.scores is not None, "scores its victims"),
     ]
     for is_so, what in cannot:

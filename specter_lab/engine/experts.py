@@ -41,9 +41,7 @@ class ExpertMemory:
     flags: Tensor  # [L] int32 on the device: a layer's copies have arrived (`kernels.arrival`)
     waited: Tensor  # [2] int64 on the device: nanoseconds that kernels waited for flags, and whether one gave up
     watch: Stopwatch
-    snapshots: (
-        Tensor  # [N, L, E] on the host: what copies to the table read, while the host goes on changing `addresses`
-    )
+    snapshots: Tensor  # [N, L, E] on the host: `addresses` for copies to the table to read, while the host changes it
     link_free_ms: float = 0.0  # when the copies begun so far should have ended, on the host's clock
     h2d_bytes: int = 0  # copied into slots; counted at the copy call
     counters: dict[str, int] = field(default_factory=dict)

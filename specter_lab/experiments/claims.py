@@ -129,7 +129,9 @@ def read_claims(path: Path) -> dict[str, Claim]:
             for claim in _series(f"{experiment}/{name}", entry)
         }
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is missing or damaged ({error}): restore it with `git checkout -- artifacts`") from error
+        raise UserError(
+            f"{path} is missing or damaged ({error}): restore it with `git checkout -- artifacts`"
+        ) from error
 
 
 def claims_of(experiment_id: str) -> list[Claim]:

@@ -54,7 +54,9 @@ def headline_table() -> pd.DataFrame:
             continue
         claim = next(claim for claim in claims if claim.headline)
         found = recorded.get(claim.id)
-        command = f"`make reproduce-{(*experiment.aliases, experiment.id)[0]}{'' if tier == 'cpu' else f' TIER={tier}'}`"
+        command = (
+            f"`make reproduce-{(*experiment.aliases, experiment.id)[0]}{'' if tier == 'cpu' else f' TIER={tier}'}`"
+        )
         aside = f"; {found.aside}" if found and found.aside else ""
         counts = Counter(recorded[claim.id].verdict if claim.id in recorded else NOT_RUN for claim in claims)
         table.append({

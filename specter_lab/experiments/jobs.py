@@ -97,7 +97,9 @@ def _row_file(context: Context, job: Job) -> Path:
 def _stored(job: Job, file: Path) -> Rows:
     rows = _load(file)
     if rows is None:
-        raise UserError(f"the row '{job.name}' was removed or altered while others were computed: run the command again")
+        raise UserError(
+            f"the row '{job.name}' was removed or altered while others were computed: run the command again"
+        )
     return rows
 
 

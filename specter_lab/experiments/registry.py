@@ -242,7 +242,11 @@ LABS = {
     for row in (
         Lab("00-start-here", "the first ten minutes: a model, a quantised copy, one speculative round, a verdict", 1),
         Lab("lab-your-model", "a model of yours: MODEL=... QUANTIZER=... PROMPTS='mine.txt' DEPTH=16 PROFILE=...", 1),
-        Lab("lab-what-if", "sliders: another GPU, budget, depth, policy; MODEL=... PROFILE=... SLOTS=16 DEPTH=8 POLICY=specter", 4),
+        Lab(
+            "lab-what-if",
+            "sliders: another GPU, budget, depth, policy; MODEL=... PROFILE=... SLOTS=16 DEPTH=8 POLICY=specter",
+            4,
+        ),
         Lab("lab-write-a-policy", "a policy of yours beside shipped ones; MODEL=... PROFILE=... SLOTS=16 DEPTH=8", 4),
     )
 }

@@ -57,7 +57,12 @@ class Result:
 
 
 def write(
-    experiment: str, tier: str, rows: pd.DataFrame, verdicts: Sequence[Verdict], figure: Figure, provenance: Mapping,
+    experiment: str,
+    tier: str,
+    rows: pd.DataFrame,
+    verdicts: Sequence[Verdict],
+    figure: Figure,
+    provenance: Mapping,
     extra: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Result:
     """Write your result, atomically replacing an older one; `extra` files lie beside the rows.
@@ -138,7 +143,9 @@ def shown(path: Path) -> str:
 def _portable(notebook: Path) -> bytes:
     """An executed notebook without this machine's paths and times, its pictures small."""
     text = notebook.read_text(encoding="utf-8").replace(str(paths.ROOT), ".")
-    content = json.loads(text.replace("](../artifacts/recorded/", "](../../../recorded/"))  # as seen from a result's folder
+    content = json.loads(
+        text.replace("](../artifacts/recorded/", "](../../../recorded/")
+    )  # as seen from a result's folder
     _shrink_pictures(content)
     for part in (content, *content["cells"]):
         part["metadata"].pop("papermill", None)
@@ -240,7 +247,9 @@ def _palette(png: bytes) -> bytes:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        buffer, "png", optimize=True
+    )
     return buffer.getvalue()
 
 

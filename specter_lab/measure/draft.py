@@ -100,7 +100,9 @@ def free_running_draft(
 def cut_to_prefix(tokens: TokenizedRequests, prefix_tokens: int) -> TokenizedRequests:
     """The first `prefix_tokens` tokens of every request; raises UserError when one is shorter, or all would be."""
     if prefix_tokens < 2:
-        raise UserError(f"a prefix of {prefix_tokens} is too short: it needs 2 tokens, one to read and one to go on from")
+        raise UserError(
+            f"a prefix of {prefix_tokens} is too short: it needs 2 tokens, one to read and one to go on from"
+        )
     for request, ids in zip(tokens.requests, tokens.ids):
         if len(ids) < prefix_tokens:
             raise UserError(f"prompt '{request.id}' has {len(ids)} tokens, the prefix needs {prefix_tokens}: "

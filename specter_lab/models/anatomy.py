@@ -129,4 +129,3 @@ def kv_bytes_per_token(config: PretrainedConfig) -> int:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         per_layer = 2 * config.num_key_value_heads * head_dim
     return config.num_hidden_layers * per_layer * BF16_BYTES
-

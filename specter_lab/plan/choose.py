@@ -14,7 +14,16 @@ from specter_lab.plan.policies import find_policy
 from specter_lab.plan.policy import Policy, Scene
 from specter_lab.plan.simulate import simulate
 
-LOSSLESS = ("specter-fast", "specter-uneven", "specter-admit", "specter-shared", "lru-s", "adapmoe", "lru-admit", "lru-shared")
+LOSSLESS = (
+    "specter-fast",
+    "specter-uneven",
+    "specter-admit",
+    "specter-shared",
+    "lru-s",
+    "adapmoe",
+    "lru-admit",
+    "lru-shared",
+)
 DEPTHS = (2, 4, 8, 16)
 
 
@@ -27,14 +36,18 @@ class Choice:
     simulated_ms_per_token: float
 
 
-def choose(scene: Scene, new_tokens: int, systems: Sequence[str] = LOSSLESS, depths: Sequence[int] = DEPTHS) -> list[Choice]:
+def choose(
+    scene: Scene, new_tokens: int, systems: Sequence[str] = LOSSLESS, depths: Sequence[int] = DEPTHS
+) -> list[Choice]:
     """All systems at all depths, the quickest first.
 
     Raises:
         UserError: a scene without requests to try them on.
     """
     if scene.history is None:
-        raise UserError("systems are chosen by the requests that a scene knows already, and this one knows none: give it a history")
+        raise UserError(
+            "systems are chosen by the requests that a scene knows already, and this one knows none: give it a history"
+        )
     tried = []
     for policy in map(find_policy, systems):
         for depth in depths if policy.draft else (0,):

@@ -23,7 +23,9 @@ class Replay:
     num_experts: int
     layers: int  # MoE layers of the simulated model; recorded ones are repeated until there are enough
     fewer: bool = False
-    _rounds: list[dict[int, Round]] = field(default_factory=list)  # per request: position -> the round that begins there
+    _rounds: list[dict[int, Round]] = field(
+        default_factory=list
+    )  # per request: position -> the round that begins there
     _ends: list[int] = field(default_factory=list)  # per request: tokens recorded
 
     @property
@@ -42,7 +44,10 @@ class Replay:
     def add(self, accepted: int, drafted: np.ndarray, drafted_weights: np.ndarray, used: np.ndarray) -> None:
         """A round: experts the draft used [K, L, k] with their weights, accepted tokens, and what the target used [L, K + 1, k]."""
         layer = np.arange(self.layers) % len(used)
-        batch = drafted[:, None, layer].astype(np.int64), drafted_weights[:, None, layer].astype(np.float32)  # [K, 1, L, k]
+        batch = (
+            drafted[:, None, layer].astype(np.int64),
+            drafted_weights[:, None, layer].astype(np.float32),
+        )  # [K, 1, L, k]
         needs = needs_of(used[layer].astype(np.int64), self.num_experts)
         self._rounds[-1][self._ends[-1]] = Round(len(drafted), (accepted,), *batch, needs, None)
         self._ends[-1] += accepted + 1

@@ -205,7 +205,9 @@ def _copy_own(
     last = row
     while last < len(ahead.layers) and ahead.layers[last] <= layer:
         last += 1
-    absent = np.array([i for i in range(row, last) if slots.slot_of[ahead.layers[i], ahead.experts[i]] == ABSENT], np.int64)
+    absent = np.array(
+        [i for i in range(row, last) if slots.slot_of[ahead.layers[i], ahead.experts[i]] == ABSENT], np.int64
+    )
     prefetch(slots, streams, meter, costs.copy_ms, costs.disk, began_ms, ahead.layers[absent], ahead.experts[absent])
     return last
 

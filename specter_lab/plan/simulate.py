@@ -251,7 +251,12 @@ def _prefill(state: _Run, active: Sequence[int], needs: Needs) -> float:
 def _round(state: _Run, active: Sequence[int], now: Round) -> tuple[float, ...]:
     """Draft, prefetch, verify: a row of `RoundTimes`."""
     streams, meter, prefetcher = state.streams, state.meter, state.prefetcher
-    start, stall_ms, h2d_ms, moved = streams.free_ms[COMPUTE], meter.stall_ms[0], streams.busy_ms[H2D], state.moved_bytes()
+    start, stall_ms, h2d_ms, moved = (
+        streams.free_ms[COMPUTE],
+        meter.stall_ms[0],
+        streams.busy_ms[H2D],
+        state.moved_bytes(),
+    )
     meter.fetched[:] = False
     prefetcher.foresee(now.needs)
     clock = state.clock()

@@ -131,7 +131,9 @@ def test_a_node_that_lacks_the_code_is_told_apart(log, tmp_path, monkeypatch):
 def test_a_cluster_that_is_not_there(log, monkeypatch):
     pytest.importorskip("ray", reason="ray is not installed: `make setup-ray`")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    with pytest.raises(UserError, match="Ray at 127.0.0.1:9 does not answer .*: run `.venv/bin/ray start --head` there"):
+    with pytest.raises(
+        UserError, match="Ray at 127.0.0.1:9 does not answer .*: run `.venv/bin/ray start --head` there"
+    ):
         jobs.run(context(), toy.squares(context(), count=1))
 
 

@@ -19,7 +19,17 @@ def rows():
     ]  # fmt: skip
     for model, (hidden, width) in shapes.items():
         for name in ("BF16 resident", "BF16 half resident"):
-            found.append({"model": model, "hidden": hidden, "expert_width": width, "kernel": name, "tokens": 9, "measured_us": 90.0, "floor_us": 60.0})
+            found.append(
+                {
+                    "model": model,
+                    "hidden": hidden,
+                    "expert_width": width,
+                    "kernel": name,
+                    "tokens": 9,
+                    "measured_us": 90.0,
+                    "floor_us": 60.0,
+                }
+            )
     return pd.DataFrame(found)
 
 

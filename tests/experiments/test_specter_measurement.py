@@ -118,14 +118,18 @@ def test_shape_numbers(monkeypatch):
     line, kink = [1, 3, 5, 7, 9], [1, 3, 5, 5.5, 6]
     assert dense_vs_moe.straightness(np.array([line])) == pytest.approx(1)
     assert dense_vs_moe.slope_ratio(np.array([line, kink])) == pytest.approx([1, 0.25])
-    assert dense_vs_moe.straightness(np.array([kink]))[0] == pytest.approx(np.corrcoef([0, 4, 8, 12, 16], kink)[0, 1] ** 2)
+    assert dense_vs_moe.straightness(np.array([kink]))[0] == pytest.approx(
+        np.corrcoef([0, 4, 8, 12, 16], kink)[0, 1] ** 2
+    )
 
 
 def test_latency_breakdown_adds_up(out):
     mine = measured(latency_breakdown, "qwen-nano")
     times = mine[list(latency_breakdown.PARTS)]
     shares = times.div(times.sum(axis=1), axis=0)
-    assert mine["simulated_kernels_share"].to_numpy() == pytest.approx(shares["simulated_kernels_ms"].to_numpy(), abs=1e-4)
+    assert mine["simulated_kernels_share"].to_numpy() == pytest.approx(
+        shares["simulated_kernels_ms"].to_numpy(), abs=1e-4
+    )
     all_but_copies = 1 - shares["simulated_h2d_ms"]
     assert mine["simulated_compute_share"].to_numpy() == pytest.approx(all_but_copies.to_numpy(), abs=1e-4)
     by_cache = mine.set_index("cache")["missed_experts_per_layer"]

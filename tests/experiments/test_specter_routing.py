@@ -52,7 +52,9 @@ def test_a_quantiser_that_is_not_here_is_a_row_that_says_so():
 def test_routing_match_distributions_agree_with_the_means():
     rows = pd.DataFrame(routing_match.measure(QWEN, routing.inputs_digest(QWEN), seed=0))
     instances = rows[rows["level"] == "instance"]
-    mean = rows[(rows["level"] == "mean") & (rows["protocol"] == routing_match.TEACHER_FORCED)].set_index("quantity")["value"]
+    mean = rows[(rows["level"] == "mean") & (rows["protocol"] == routing_match.TEACHER_FORCED)].set_index("quantity")[
+        "value"
+    ]
     assert np.average(instances["value"], weights=instances["n"]) == pytest.approx(mean["overlap"], abs=3e-3)  # bins
     assert rows[rows["level"] == "layer"]["n"].sum() == 10 * 4
     assert mean["set_match"] == pytest.approx(mean["ordered_match"] + mean["same set, other order"], abs=1e-5)
@@ -68,7 +70,11 @@ def test_entropy_counts_every_token_once_per_slot():
 
 @pytest.mark.parametrize(
     "experiment, module",
-    [("specter-table1", table1), ("specter-routing-match", routing_match), ("specter-activation-entropy", activation_entropy)],
+    [
+        ("specter-table1", table1),
+        ("specter-routing-match", routing_match),
+        ("specter-activation-entropy", activation_entropy),
+    ],
 )
 def test_recorded_rows_give_the_recorded_verdicts(experiment, module):
     recorded = results.read(experiment, "cpu", paths.RECORDED)
@@ -86,4 +92,6 @@ def test_recorded_table1_is_whole():
     assert ran.groupby("model")["quantizer"].nunique().min() >= 14
     assert ran["n_requests"].min() >= 200
     assert set(rows["protocol"]) == {table1.TEACHER_FORCED, table1.FREE_RUNNING}
-    assert ran["overlap_mean"].between(0, 1).all() and set(fidelity.DEFINITIONS) <= {c.removesuffix("_mean") for c in rows}
+    assert ran["overlap_mean"].between(0, 1).all() and set(fidelity.DEFINITIONS) <= {
+        c.removesuffix("_mean") for c in rows
+    }

@@ -96,7 +96,11 @@ def test_a_quantised_checkpoint_serves_as_well_as_its_quantiser(checkpoints, pro
         ("", [], "holds no prompts"),
         ("only one", [], "one prompt has no interval: give at least 2"),
         ("long enough\n" + "word " * 600, [], "prompt 'mine.txt:2' needs [0-9]+ positions, the model has 512"),
-        ("long enough\n" + "word " * 600, [], r"cut prompts to 512 tokens or less \(--max-tokens, in Python max_tokens\)"),
+        (
+            "long enough\n" + "word " * 600,
+            [],
+            r"cut prompts to 512 tokens or less \(--max-tokens, in Python max_tokens\)",
+        ),
         ("a b\nc d", ["--max-tokens", "1"], "prompts cut to 1 tokens cannot be continued: keep 2 or more"),
         ("a b\nc d", ["--max-tokens", "0"], "prompts cut to 0 tokens cannot be continued"),
         ("a b\nc d", ["--max-tokens", "-5"], "prompts cut to -5 tokens cannot be continued"),
@@ -104,7 +108,11 @@ def test_a_quantised_checkpoint_serves_as_well_as_its_quantiser(checkpoints, pro
         ("one two three\none two three", [], "all prompts of [0-9]+ tokens or more begin alike"),
         ("a b\nc d", ["--device", "gpu"], "no device 'gpu' on this machine: give 'cpu'"),
         ("a b\nc d", ["--device", "cuda:99"], "no device 'cuda:99' on this machine: give 'cpu'"),
-        ("a b\nc d", ["--memory-gb", "0"], "needs 0.00[0-9]+ GB for its INT4 draft, .* and there are 0: name more memory"),
+        (
+            "a b\nc d",
+            ["--memory-gb", "0"],
+            "needs 0.00[0-9]+ GB for its INT4 draft, .* and there are 0: name more memory",
+        ),
         ("a b\nc d", ["--memory-gb", "-1"], "and there are -1: name more memory"),
         ("a b\nc d", ["--memory-gb", "nan"], "a memory of nan GB is no size"),
         ("a b\nc d", ["--quantizer", "./nowhere/q"], "no quantised checkpoint ./nowhere/q: give its path"),
@@ -127,7 +135,9 @@ def test_bad_input_is_one_sentence(checkpoints, out, tmp_path, capsys, text, opt
     assert not any("quantising" in line for line in said)  # nothing that takes long was begun
 
 
-def test_a_model_that_cannot_be_measured_is_refused_before_it_is_loaded(checkpoints, out, tmp_path, capsys, monkeypatch):
+def test_a_model_that_cannot_be_measured_is_refused_before_it_is_loaded(
+    checkpoints, out, tmp_path, capsys, monkeypatch
+):
     def never(*_, **__):
         raise AssertionError("the weights were read")
 
@@ -225,9 +235,7 @@ def made_up_trace():
 def test_the_best_depth_follows_acceptance(qwen, share, best):
     """Windows of all depths need 8 new experts: if all is accepted the deepest wins, if nothing is, plain decoding."""
     rounds = {k: made_up_rounds(k, int(share * k), experts=8) for k in (2, 4, 8, 16)}
-    rows, prediction = predict(
-        rounds, made_up_trace(), qwen, read_profile(), memory_gb=16, new_tokens=64, seed=0
-    )
+    rows, prediction = predict(rounds, made_up_trace(), qwen, read_profile(), memory_gb=16, new_tokens=64, seed=0)
     assert (prediction.best_depth, prediction.best_depth_low, prediction.best_depth_high) == (best, best, best)
     assert rows[0].distinct_experts == 4 and rows[0].tokens_per_round is None
     assert rows[1].tokens_per_round.value == int(share * 2) + 1
@@ -239,7 +247,13 @@ def test_the_notebook_takes_the_parameters_of_the_function():
 
 
 def test_the_notebook_runs_on_a_model_of_ones_own(checkpoints, prompts, out, capsys):
-    given = [f"MODEL={checkpoints['qwen3_moe']}", "QUANTIZER=rtn-int4", f"PROMPTS={prompts} code", "requests=4", "depth=2"]
+    given = [
+        f"MODEL={checkpoints['qwen3_moe']}",
+        "QUANTIZER=rtn-int4",
+        f"PROMPTS={prompts} code",
+        "requests=4",
+        "depth=2",
+    ]
     assert main(["lab", "lab-your-model", *given]) == 0
     kept = paths.RESULTS / "lab-your-model" / "qwen3_moe-rtn-int4-mine.txt-code-4-2.ipynb"
     assert str(kept) in capsys.readouterr().out

@@ -54,7 +54,9 @@ def test_sampling_follows_the_seed_and_the_temperature(qwen, make_tokens):
     tokens = make_tokens((8,) * 6)
 
     def sampled(seed, temperature=1.0):
-        return decode(qwen, tokens, Origin("random", "0", seed=seed), prefix_tokens=P, new_tokens=N, temperature=temperature)
+        return decode(
+            qwen, tokens, Origin("random", "0", seed=seed), prefix_tokens=P, new_tokens=N, temperature=temperature
+        )
 
     assert sampled(0).protocol == "sampled-decode"
     np.testing.assert_array_equal(sampled(0).token_id, sampled(0).token_id)

@@ -81,9 +81,7 @@ def test_same_set_in_another_order_is_a_set_match_only():
 
 def test_slot_order_does_not_matter():
     a = random_trace(0)
-    b = dataclasses.replace(
-        a, indices=a.indices[..., ::-1], weights=a.weights[..., ::-1], scores=a.scores[..., ::-1]
-    )
+    b = dataclasses.replace(a, indices=a.indices[..., ::-1], weights=a.weights[..., ::-1], scores=a.scores[..., ::-1])
     result = compare(a, b)
     assert all((getattr(result, name) == 1).all() for name in DEFINITIONS)
 

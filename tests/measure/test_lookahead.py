@@ -19,7 +19,9 @@ def test_equals_a_plain_loop():
             source.model.model(input_ids=ids[None], use_cache=False)
             predicted = [layer.router(seen[i].hidden)[2] for i, layer in enumerate(layers[1:])]
         for t in range(len(ids)):
-            row = [len({*predicted[i][t].tolist()} & {*seen[i + 1].indices[t].tolist()}) / 2 for i in range(len(predicted))]
+            row = [
+                len({*predicted[i][t].tolist()} & {*seen[i + 1].indices[t].tolist()}) / 2 for i in range(len(predicted))
+            ]
             expected.append(row)
     got = torch.from_numpy(lookahead_overlap(source.model, tokens))
     assert got.shape == (tokens.num_tokens, len(layers) - 1)

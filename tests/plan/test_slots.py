@@ -66,5 +66,3 @@ def test_uneven_slots_hit_more_where_layers_differ():
         simulate(workload, find_policy(name), scene, new_tokens=40) for name in ("specter-fast", "specter-uneven")
     )
     assert uneven.hits.rates()["distinct"] > even.hits.rates()["distinct"]
-
-

@@ -34,9 +34,7 @@ def weights_of(name: str) -> Iterator[Tensor]:
 def size_row(name: str) -> str:
     """Bits per weight over the link, without the codes that are there already."""
     found = size(weights_of(name))
-    return (
-        f"{name:14s} {found.bits:5.2f} bits of 16, {16 / found.bits:.2f}x the link; {found.exceptions / found.weights:.2%} exceptions"
-    )
+    return f"{name:14s} {found.bits:5.2f} bits of 16, {16 / found.bits:.2f}x the link; {found.exceptions / found.weights:.2%} exceptions"
 
 
 def rate_row() -> str:

@@ -101,9 +101,7 @@ def measure_model(
     plain = continuations(question, prefix_tokens)
     on_step(f"speculative rounds up to K = {depth}")
     rounds = speculative_rounds(question, draft, prefix_tokens, depth)
-    depths, prediction = predict(
-        rounds, plain, priced, machine, memory_gb=memory_gb, new_tokens=NEW_TOKENS, seed=seed
-    )
+    depths, prediction = predict(rounds, plain, priced, machine, memory_gb=memory_gb, new_tokens=NEW_TOKENS, seed=seed)
     return Report(
         subject=describe(asked, experts, prompts),
         fidelity_teacher_forced=by_definition(fidelity.compare(traces.model, traces.draft), seed),
@@ -173,9 +171,7 @@ def explosion_rows(prefill: Trace, plain: Trace, seed: int) -> tuple[ExplosionRo
     """Distinct experts in windows of the prompts and of their continuations, beside uniform routing."""
     columns = [_explosion(trace, seed) for trace in (prefill, plain)]
     return tuple(
-        ExplosionRow(
-            k, *(column.get(k) for column in columns), uniform_routing(prefill.num_experts, prefill.top_k, k)
-        )
+        ExplosionRow(k, *(column.get(k) for column in columns), uniform_routing(prefill.num_experts, prefill.top_k, k))
         for k in WINDOWS
         if any(k in column for column in columns)
     )

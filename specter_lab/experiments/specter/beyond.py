@@ -43,7 +43,8 @@ from specter_lab.plan.step_costs import Transport
 PROFILE = "h200-pcie5"
 RESTORE_GB_S = 316  # measured on an H200: engine.kernels.bench_residual
 BUDGETS = ("high", "low")
-PAPER_MODE, FAST, ONLINE, RESIDUAL, PLANNED = "paper mode", "fast mode", "online depth", "residual transport", "planner's choice"
+PAPER_MODE, FAST, ONLINE, RESIDUAL = "paper mode", "fast mode", "online depth", "residual transport"
+PLANNED = "planner's choice"
 SWITCH, FIXED = "switch", "fixed depth"  # what a row is about
 SYSTEMS = {
     PAPER_MODE: "specter", FAST: "specter-fast", ONLINE: "specter-fast", "uneven slots": "specter-uneven",
@@ -61,11 +62,14 @@ class Setting:
     scene: Scene
     traffic: offload.Traffic
 
-    def run(self, policy: str, depth: int | None = None, *, online: bool = False, transport: Transport | None = None) -> Simulation:
+    def run(
+        self, policy: str, depth: int | None = None, *, online: bool = False, transport: Transport = Transport()
+    ) -> Simulation:
         """All requests under a policy; None: its own depth."""
-        scene = self.scene if transport is None else replace(self.scene, costs=replace(self.scene.costs, transport=transport))
+        scene = replace(self.scene, costs=replace(self.scene.costs, transport=transport))
         control = OnlineDepth(offload.MAX_DEPTH) if online else None if depth is None else FixedDepth(depth)
-        return simulate(self.traffic.requests, find_policy(policy), scene, new_tokens=offload.NEW_TOKENS, control=control)
+        how = {"new_tokens": offload.NEW_TOKENS, "control": control}
+        return simulate(self.traffic.requests, find_policy(policy), scene, **how)
 
 
 def run(context: Context) -> pd.DataFrame:
@@ -81,15 +85,22 @@ def measure(model: str, digest: str, seed: int) -> jobs.Rows:
     for budget in BUDGETS:
         setting = Setting(offload.scene(traffic, budget=budget, profile=PROFILE), traffic)
         found = {
-            item: setting.run(policy, online=item == ONLINE, transport=transport if item == RESIDUAL else None)
+            item: setting.run(policy, online=item == ONLINE, transport=transport if item == RESIDUAL else Transport())
             for item, policy in SYSTEMS.items()
         }
         best, *_ = choose(setting.scene, offload.NEW_TOKENS)
         found[PLANNED] = setting.run(best.policy.id, best.depth)
         systems = SYSTEMS | {PLANNED: best.policy.id}
-        base = {"model": shown_name(model), "family": routing.family(model), "budget": budget, "link_bits": transport.bits}
+        base = {
+            "model": shown_name(model),
+            "family": routing.family(model),
+            "budget": budget,
+            "link_bits": transport.bits,
+        }
         rows += [
-            base | {"by": SWITCH, "item": item, "system": systems[item]} | _row(setting, each, found[FAST], systems[item], seed)
+            base
+            | {"by": SWITCH, "item": item, "system": systems[item]}
+            | _row(setting, each, found[FAST], systems[item], seed)
             for item, each in found.items()
         ]
         for depth in (0, 1, *DEPTHS):
@@ -124,7 +135,9 @@ def plot(rows: pd.DataFrame) -> Figure:
     """Simulated time per token over that of fast mode, every switch alone, a panel per budget."""
     chosen = rows[(rows["by"] == SWITCH) & (rows["item"] != FAST)]
     items, models = list(dict.fromkeys(chosen["item"])), list(dict.fromkeys(rows["model"]))
-    figure, axes = plt.subplots(1, len(BUDGETS), figsize=(7.6, 0.7 + 0.38 * len(items)), sharey=True, constrained_layout=True)
+    figure, axes = plt.subplots(
+        1, len(BUDGETS), figsize=(7.6, 0.7 + 0.38 * len(items)), sharey=True, constrained_layout=True
+    )
     colors = dict(zip(models, sns.color_palette("colorblind", len(models))))
     shifts = dict(zip(models, np.linspace(-0.24, 0.24, len(models)) if len(models) > 1 else [0.0]))
     for place, (axis, budget) in enumerate(zip(axes, BUDGETS)):
@@ -165,8 +178,16 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
     return [
         worst("online-near-best", cells[ONLINE] / fixed),
         worst("uneven-not-slower", cells["uneven slots"] / cells[FAST]),
-        worst("planner-near-best", cells[PLANNED] / pd.concat([cells.drop(columns=RESIDUAL).min(axis=1), fixed], axis=1).min(axis=1)),
+        worst(
+            "planner-near-best",
+            cells[PLANNED] / pd.concat([cells.drop(columns=RESIDUAL).min(axis=1), fixed], axis=1).min(axis=1),
+        ),
         worst("over-paper-mode", (cells[PAPER_MODE] / cells[PLANNED]).loc[limited], largest=False),
         worst("residual-gain", cells[FAST] / cells[RESIDUAL], largest=False),
-        Measured("specter-beyond/residual-bytes", float(16 / bits.max()), n=len(bits), note=f"{bits.idxmax()}, {bits.max():.2f} bits"),
+        Measured(
+            "specter-beyond/residual-bytes",
+            float(16 / bits.max()),
+            n=len(bits),
+            note=f"{bits.idxmax()}, {bits.max():.2f} bits",
+        ),
     ]

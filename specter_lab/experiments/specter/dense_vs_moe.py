@@ -184,7 +184,9 @@ def plot(rows: pd.DataFrame) -> Figure:
             for budget, style in (("high", "-"), ("low", "--")):
                 points = curve(rows, model, side, budget)
                 gain, low, high = points[ESTIMATE].to_numpy().T
-                axis.plot(points.index, gain, style, color=color, marker="o", markersize=3, label=f"{side}, {budget} budget")
+                axis.plot(
+                    points.index, gain, style, color=color, marker="o", markersize=3, label=f"{side}, {budget} budget"
+                )
                 if budget == "high":
                     axis.fill_between(points.index, low, high, color=color, alpha=0.15, linewidth=0)
         axis.axhline(1, color="0.6", linewidth=0.8)

@@ -46,7 +46,9 @@ CLAIM_OF_LEVEL = dict(zip(LEVELS, ("independent", "shared-experts", "other-param
 def inputs(context: Context) -> dict[str, str]:
     """Configurations counted and zoo weights allocated, name -> sha256."""
     configs = {name: config_for(name).to_json_string().encode() for name in _counted(context)}
-    return {name: hashlib.sha256(config).hexdigest() for name, config in configs.items()} | {name: model_digest(name) for name in _zoo(context)}
+    return {name: hashlib.sha256(config).hexdigest() for name, config in configs.items()} | {
+        name: model_digest(name) for name in _zoo(context)
+    }
 
 
 def run(context: Context) -> pd.DataFrame:

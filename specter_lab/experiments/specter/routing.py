@@ -132,5 +132,5 @@ def model_type(model: str) -> str:
 
 
 def family(model: str) -> str:
-    """"qwen", "phi" or "deepseek": which of the paper's models a zoo model or checkpoint stands for."""
+    """Which of the paper's models a zoo model or checkpoint stands for: "qwen", "phi", "deepseek", or its own type."""
     return FAMILIES.get(model_type(model), model_type(model))

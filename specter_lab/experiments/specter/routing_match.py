@@ -101,9 +101,12 @@ def _distributions(match: Fidelity) -> jobs.Rows:
 def modes(rows: pd.DataFrame) -> pd.Series:
     """The most frequent overlap per (model, level): middle of the fullest bin."""
     shown = rows[rows["level"].isin(LEVELS)]
-    return pd.Series({
-        key: float(part.loc[part["n"].idxmax(), "value"]) for key, part in shown.groupby(["model", "level"], sort=False)
-    })
+    return pd.Series(
+        {
+            key: float(part.loc[part["n"].idxmax(), "value"])
+            for key, part in shown.groupby(["model", "level"], sort=False)
+        }
+    )
 
 
 def plot(rows: pd.DataFrame) -> Figure:
@@ -121,7 +124,9 @@ def plot(rows: pd.DataFrame) -> Figure:
             label = model if quantity == "overlap" else None
             layer.plot(part["item"].astype(int), part["value"], style, marker="o", color=colors[model], label=label)
         part = mine[mine["level"] == "request"]
-        request.bar(part["value"], part["n"] / part["n"].sum(), width=1 / BINS, color=colors[model], alpha=0.5, label=model)
+        request.bar(
+            part["value"], part["n"] / part["n"].sum(), width=1 / BINS, color=colors[model], alpha=0.5, label=model
+        )
     instance.set(title="per instance (token x layer)", xlabel="overlap of the top-k sets", ylabel="share of instances",
                  yscale="log")  # fmt: skip
     layer.set(title="per layer (dashed: same set)", xlabel="decoder layer", ylabel="mean match")

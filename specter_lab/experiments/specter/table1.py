@@ -127,7 +127,9 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     wide = wide.pivot(index="quantizer", columns="model", values="overlap_mean")
     wide = wide.reindex(index=list(QUANTIZERS), columns=list(dict.fromkeys(rows["model"])))
     bits = summary(rows).groupby("quantizer")["bits_per_weight"].mean()
-    return wide.assign(mean=wide.mean(axis=1, skipna=False)).pipe(lambda t: t.assign(bits_per_weight=bits.reindex(t.index)))
+    return wide.assign(mean=wide.mean(axis=1, skipna=False)).pipe(
+        lambda t: t.assign(bits_per_weight=bits.reindex(t.index))
+    )
 
 
 def plot(rows: pd.DataFrame) -> Figure:

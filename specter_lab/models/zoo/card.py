@@ -23,7 +23,9 @@ def render(record: dict) -> str:
     curve = record["loss_curve"]
     shown = [curve[i] for i in sorted({*np.linspace(0, len(curve) - 1, 12).astype(int)})]
     domains = "\n".join(f"| {name} | {nats:.3f} |" for name, nats in record["held_out_nats_per_token"].items())
-    rows = "\n".join(f"| {point['tokens'] / 1e6:.1f} | {point['loss']:.3f} | {point['balance']:.3f} |" for point in shown)
+    rows = "\n".join(
+        f"| {point['tokens'] / 1e6:.1f} | {point['loss']:.3f} | {point['balance']:.3f} |" for point in shown
+    )
     bars = "\n".join(
         f"| {low:g} - {high:g} | {(count := int(((shares >= low) & (shares < high)).sum()))} | {'#' * round(40 * count / shares.size)} |"
         for low, high in BANDS

@@ -33,8 +33,14 @@ HELDOUT_LIMIT_BYTES = 200_000  # per domain
 CALIBRATION_LIMIT_BYTES = 52_000
 TOY_DOMAIN_MB = 2.0
 WRITER_THREADS = 2
-MIXTURE = {"mathematics": 0.18, "prose": 0.18, "code": 0.20, "instructions": 0.18,
-           "dialogue": 0.18, "documentation": 0.08}
+MIXTURE = {
+    "mathematics": 0.18,
+    "prose": 0.18,
+    "code": 0.20,
+    "instructions": 0.18,
+    "dialogue": 0.18,
+    "documentation": 0.08,
+}
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,9 @@ def build(options: BuildOptions) -> dict:
     archives = {source.key: fetch(source, archive_dir) for source in tqdm(wanted, desc="archives")}
     documents = extract_all(wanted, archives, options.seed)
     role = roles(documents, options.seed)
-    parts = {name: [d for d in documents if role[d.source, d.unit] == name]
-             for name in ("train", "heldout", "calibration")}
+    parts = {
+        name: [d for d in documents if role[d.source, d.unit] == name] for name in ("train", "heldout", "calibration")
+    }
 
     if options.ship:
         pinned = shipped.Pinned({source.key: source for source in wanted}, archives)
@@ -79,8 +86,11 @@ def build(options: BuildOptions) -> dict:
     if options.size == "toy":
         parts["train"] = toy_sample(parts["train"], options.seed)
     summary = {
-        "size": options.size, "seed": options.seed, "mixture": mixture_of(parts["train"]),
-        "dropped_for_overlap": dropped, "duplicates": duplicates,
+        "size": options.size,
+        "seed": options.seed,
+        "mixture": mixture_of(parts["train"]),
+        "dropped_for_overlap": dropped,
+        "duplicates": duplicates,
         **{f"{name}_bytes": domain_bytes(part) for name, part in parts.items()},
         "archives": {source.archive: source.sha256 for source in wanted},
     }
@@ -144,13 +154,15 @@ def read_summary(corpus_dir: Path = DEFAULT_DIR) -> dict:
     """What corpus.json says about a built corpus."""
     path = corpus_dir / "corpus.json"
     if not path.exists():
-        raise UserError(f"there is no corpus in {corpus_dir}; "
-                        f"run `python -m specter_lab.models.zoo.corpus --out {corpus_dir}`")
+        raise UserError(
+            f"there is no corpus in {corpus_dir}; run `python -m specter_lab.models.zoo.corpus --out {corpus_dir}`"
+        )
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def read_documents(part: str, corpus_dir: Path = DEFAULT_DIR, domain: str = "*",
-                   seed: int | None = None) -> Iterator[dict[str, str]]:
+def read_documents(
+    part: str, corpus_dir: Path = DEFAULT_DIR, domain: str = "*", seed: int | None = None
+) -> Iterator[dict[str, str]]:
     """Yield the records of train, heldout or calibration; with a seed, shuffled within each domain."""
     read_summary(corpus_dir)
     single_file = corpus_dir / f"{part}.jsonl.xz"  # calibration mixes its domains in one

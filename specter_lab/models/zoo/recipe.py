@@ -102,7 +102,9 @@ def windows(mixture: Mixture, recipe: Recipe) -> Iterator[Tensor]:
     while True:
         domain = torch.multinomial(mixture.shares, recipe.batch, replacement=True, generator=generator)
         room = mixture.sizes[domain] - recipe.seq_len - 1
-        first = mixture.starts[domain] + (torch.rand(recipe.batch, generator=generator, dtype=torch.float64) * room).long()
+        first = (
+            mixture.starts[domain] + (torch.rand(recipe.batch, generator=generator, dtype=torch.float64) * room).long()
+        )
         yield mixture.stream[first.to(span.device)[:, None] + span].long()
 
 

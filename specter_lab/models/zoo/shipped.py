@@ -56,14 +56,20 @@ class Pinned:
 
 def requests(pinned: Pinned, seed: int) -> dict[str, list[Request]]:
     """Build 200 requests for each of the five domains."""
-    makers = {"mathematics": mathematics, "prose": prose, "code": code,
-              "instructions": instructions, "dialogue": dialogue}
+    makers = {
+        "mathematics": mathematics,
+        "prose": prose,
+        "code": code,
+        "instructions": instructions,
+        "dialogue": dialogue,
+    }
     made = {}
     for domain, maker in makers.items():
         rows = islice(maker(pinned, seed), REQUESTS_PER_DOMAIN)
         made[domain] = [
             Request(f"{domain}-{number:03d}", label, pinned.sources[key].licence, normalise(text), normalise(reference))
-            for number, (label, key, text, reference) in enumerate(rows)]
+            for number, (label, key, text, reference) in enumerate(rows)
+        ]
     return made
 
 
@@ -114,8 +120,10 @@ def code(pinned: Pinned, seed: int) -> Iterator[tuple[str, str, str, str]]:
 
 def instructions(pinned: Pinned, seed: int) -> Iterator[tuple[str, str, str, str]]:
     """80 MT-Bench first turns (a short one with its reference or its follow-up), then texts to summarise."""
-    answers = {item["question_id"]: item["choices"][0]["turns"][0]
-               for item in pinned.lines("mt-bench", f"{MT_BENCH_DIR}/reference_answer/gpt-4.jsonl")}
+    answers = {
+        item["question_id"]: item["choices"][0]["turns"][0]
+        for item in pinned.lines("mt-bench", f"{MT_BENCH_DIR}/reference_answer/gpt-4.jsonl")
+    }
     for item in pinned.lines("mt-bench", f"{MT_BENCH_DIR}/question.jsonl"):
         first, follow_up = item["turns"]
         answer = answers.get(item["question_id"], "")
@@ -123,8 +131,9 @@ def instructions(pinned: Pinned, seed: int) -> Iterator[tuple[str, str, str, str
         if len(text) < SHORT_CHARS:
             text = f"{text} {answer}" if answer else f"Instruction: {first}\n\n{follow_up}\n\nResponse:"
         yield "mt-bench", "mt-bench", text, answer
-    backgrounds = {f"background-{code_}": text for code_, text, _ in extract.countries(pinned.archives["factbook"])
-                   if text}
+    backgrounds = {
+        f"background-{code_}": text for code_, text, _ in extract.countries(pinned.archives["factbook"]) if text
+    }
     for name in prompt_units(backgrounds, "background", seed):
         if SHORT_CHARS <= len(backgrounds[name]) <= 4000:
             yield "factbook", "factbook", extract.summary_request(backgrounds[name]), ""
@@ -133,12 +142,15 @@ def instructions(pinned: Pinned, seed: int) -> Iterator[tuple[str, str, str, str
 def dialogue(pinned: Pinned, seed: int) -> Iterator[tuple[str, str, str, str]]:
     """Seven turns of context and the turn that followed; conversations kept out of training."""
     names = first_names(pinned)
-    talks = {f"conversation-{key}": turns for key, turns in extract.conversations(pinned.archives["chitchat"])
-             if len(turns) >= 4}
+    talks = {
+        f"conversation-{key}": turns
+        for key, turns in extract.conversations(pinned.archives["chitchat"])
+        if len(turns) >= 4
+    }
     for unit in prompt_units(talks, "conversation", seed):
         turns = talks[unit]
         for start in range(len(turns) - DIALOGUE_TURNS):
-            window = turns[start:start + DIALOGUE_TURNS + 1]
+            window = turns[start : start + DIALOGUE_TURNS + 1]
             context, whole = "\n".join(window[:-1]), "\n".join(window)
             fits = DIALOGUE_CHARS[0] <= len(context) <= DIALOGUE_CHARS[1]
             if fits and whole.isascii() and not names_in(whole, names):
@@ -172,8 +184,10 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 def write_requests(made: dict[str, list[Request]]) -> None:
     """Write data/prompts/."""
     for domain, rows in made.items():
-        write_lines(DATA / "prompts" / f"{domain}.jsonl",
-                    [{key: value for key, value in asdict(row).items() if value} for row in rows])
+        write_lines(
+            DATA / "prompts" / f"{domain}.jsonl",
+            [{key: value for key, value in asdict(row).items() if value} for row in rows],
+        )
 
 
 def write_texts(heldout: list[Document], calibration: list[Document], pinned: Pinned) -> None:

@@ -23,7 +23,7 @@ def kind_of(unit: str) -> str:
 def prompt_units(units: Iterable[str], kind: str, seed: int) -> list[str]:
     """The units of a kind that are set aside for prompts, in their stable order."""
     mine = sorted({unit for unit in units if kind_of(unit) == kind}, key=lambda unit: order_key(seed, unit))
-    return mine[:PROMPT_UNITS[kind]]
+    return mine[: PROMPT_UNITS[kind]]
 
 
 def roles(documents: list[Document], seed: int) -> dict[tuple[str, str], str]:
@@ -38,8 +38,10 @@ def roles(documents: list[Document], seed: int) -> dict[tuple[str, str], str]:
     for (source, kind), units in groups.items():
         ordered = sorted(units, key=lambda unit: order_key(seed, unit))
         first = PROMPT_UNITS.get(kind, 0)
-        left_bytes = {"calibration": CALIBRATION_BYTES.get(kind, CALIBRATION_DEFAULT_BYTES),
-                      "heldout": HELDOUT_BYTES.get(kind, HELDOUT_DEFAULT_BYTES)}
+        left_bytes = {
+            "calibration": CALIBRATION_BYTES.get(kind, CALIBRATION_DEFAULT_BYTES),
+            "heldout": HELDOUT_BYTES.get(kind, HELDOUT_DEFAULT_BYTES),
+        }
         for position, unit in enumerate(ordered):
             role = "prompts" if position < first else next((r for r, left in left_bytes.items() if left > 0), "train")
             if (source, kind) in TRAINING_ONLY:

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 
 SHINGLE_CHARS = 80
 PROBE_CHARS = SHINGLE_CHARS // 2
-ASCII_PUNCTUATION = str.maketrans({
-    "\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"',
-    "\u2013": "-", "\u2014": " - ", "\u2026": "...", "\u00a0": " ", "\ufeff": "",
-})
+ASCII_PUNCTUATION = str.maketrans(
+    {
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2013": "-",
+        "\u2014": " - ",
+        "\u2026": "...",
+        "\u00a0": " ",
+        "\ufeff": "",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -83,8 +92,8 @@ class ShingleIndex:
     def add(self, text: str) -> None:
         """Add all windows of one text."""
         line = flat(text)
-        self.full.update(hash(line[i:i + SHINGLE_CHARS]) for i in range(len(line) - SHINGLE_CHARS + 1))
-        self.half.update(hash(line[i:i + PROBE_CHARS]) for i in range(len(line) - PROBE_CHARS + 1))
+        self.full.update(hash(line[i : i + SHINGLE_CHARS]) for i in range(len(line) - SHINGLE_CHARS + 1))
+        self.half.update(hash(line[i : i + PROBE_CHARS]) for i in range(len(line) - PROBE_CHARS + 1))
 
     def overlaps(self, text: str) -> bool:
         """True if the text shares a run of 80 characters with an indexed text.
@@ -94,10 +103,10 @@ class ShingleIndex:
         """
         line = flat(text)
         cells = range(0, len(line) - PROBE_CHARS + 1, PROBE_CHARS)
-        if not any(hash(line[i:i + PROBE_CHARS]) in self.half for i in cells):
+        if not any(hash(line[i : i + PROBE_CHARS]) in self.half for i in cells):
             return False
         windows = range(len(line) - SHINGLE_CHARS + 1)
-        return any(hash(line[i:i + SHINGLE_CHARS]) in self.full for i in windows)
+        return any(hash(line[i : i + SHINGLE_CHARS]) in self.full for i in windows)
 
 
 def shingle_index(texts: Iterable[str] = ()) -> ShingleIndex:

@@ -1,6 +1,6 @@
 """Train the zoo's one tokenizer: byte-level BPE, 2048 entries, digits split one by one.
 
-    python -m specter_lab.models.zoo.tokenizer [--corpus DIR] [--out DIR]
+python -m specter_lab.models.zoo.tokenizer [--corpus DIR] [--out DIR]
 """
 
 import argparse
@@ -39,15 +39,25 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Learn the merges and wrap the result for Hugging Face; special tokens take the first ids."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(special_tokens),
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-        model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False)
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerFast, part: str, corpus_dir: Path, domain: str) -> tuple[int, int]:

@@ -9,4 +9,6 @@ from __future__ import annotations
 from specter_lab.plan.policy import Policy, slots_without_draft
 from specter_lab.plan.slots import uneven
 
-POLICY = Policy("adapmoe", "AdapMoE, uneven slots", "AdapMoE", draft=None, slots=uneven(slots_without_draft, drafts=False))
+POLICY = Policy(
+    "adapmoe", "AdapMoE, uneven slots", "AdapMoE", draft=None, slots=uneven(slots_without_draft, drafts=False)
+)

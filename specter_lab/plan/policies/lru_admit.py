@@ -7,4 +7,6 @@ from dataclasses import replace
 from specter_lab.plan.policies import lru_s
 from specter_lab.plan.serve import ADMIT
 
-POLICY = replace(lru_s.POLICY, id="lru-admit", title="LRU, same memory, kernels load", source="this project", miss=ADMIT)
+POLICY = replace(
+    lru_s.POLICY, id="lru-admit", title="LRU, same memory, kernels load", source="this project", miss=ADMIT
+)

@@ -124,7 +124,12 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize(
         "tiles",
-        [gemm.ChannelTiles(128, 8, 4, 4), gemm.ChannelTiles(64, 16, 2, 1), gemm.ChannelTiles(64, 8, 2, 3), gemm.ChannelTiles(128, 32, 8)],
+        [
+            gemm.ChannelTiles(128, 8, 4, 4),
+            gemm.ChannelTiles(64, 16, 2, 1),
+            gemm.ChannelTiles(64, 8, 2, 3),
+            gemm.ChannelTiles(128, 32, 8),
+        ],
     )
     def test_tiles_change_nothing(self, tiles):
         wi, wo = (packed(normal(8, 256, 256, scale=0.06), gemm.INT4_I2F).to("cuda") for _ in range(2))
