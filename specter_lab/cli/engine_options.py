@@ -28,7 +28,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add(group, "--slots", type=whole, metavar="N", help="the same, as expert slots per layer")
     add(group, "--memory-budget", metavar="SIZE", help="of everything on the device (default: no limit)")
     add(
-        group, "--mode", words=lambda: MODES, default="fast", metavar="MODE", help=f"{', '.join(MODES)} (default: fast)"
+        group,
+        "--mode",
+        words=lambda: MODES,
+        metavar="MODE",
+        help=f"{', '.join(MODES)} (default: fast; paper where nothing drafts and experts lack slots)",
     )
     add(group, "--policy", words=policies, metavar="NAME", help="an exact policy (default: the mode's)")
     add(group, "--draft", words=lambda: DRAFTS, default="int4", metavar="DRAFT",
@@ -49,9 +53,9 @@ def load_served(options: argparse.Namespace) -> Served:
     Raises:
         UserError: a budget, mode, draft, depth, device or model that cannot be.
     """
-    for name, known in (("mode", MODES), ("draft", DRAFTS)):
+    for name, known in (("mode", (None, *MODES)), ("draft", DRAFTS)):
         if getattr(options, name) not in known:
-            raise UserError(f"no {name} '{getattr(options, name)}': choose {', '.join(known)}")
+            raise UserError(f"no {name} '{getattr(options, name)}': choose {', '.join(filter(None, known))}")
     if options.slots is not None and options.expert_budget is not None:
         raise UserError("--slots and --expert-budget say the same thing: give one of them")
     from specter_lab.engine.api import MAX_DEPTH, engine_for, in_bytes

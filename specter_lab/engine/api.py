@@ -178,7 +178,7 @@ def load(model: str, *, device: str | None = None, widen_to: str | None = None, 
 
 
 def engine_for(
-    weights: Weights, *, expert_budget: str | int, in_slots: bool = False, mode: str = "fast", policy: str | Policy | None = None,
+    weights: Weights, *, expert_budget: str | int, in_slots: bool = False, mode: str | None = None, policy: str | Policy | None = None,
     draft: str = "int4", memory_budget: str | int = 2**62, profile: str = PAPERS_GPU,
 ) -> Engine:  # fmt: skip
     """An engine over loaded weights.
@@ -188,7 +188,9 @@ def engine_for(
             policies divide it otherwise (`Policy.slots`).
         in_slots: `expert_budget` counts expert slots per layer instead.
         mode: "fast": kernels read missing experts over the link themselves; "paper": the host copies them, layer by layer;
-            "shared": and its cores compute some of them, which rounds differently.
+            "shared": and its cores compute some of them, which rounds differently. Default: "shared" for policies that share;
+            "fast" with a draft or where every expert has a slot; else "paper", because what kernels read by themselves takes no
+            slot and is not there the next time.
         policy: an exact policy, or the id of one in `plan.policies`; default: the mode's.
         draft: "int4", or "none" for plain decoding.
         memory_budget: of everything the engine holds on the device.
@@ -197,12 +199,17 @@ def engine_for(
     Raises:
         UserError: unknown mode or policy, a policy the engine cannot run, or a budget that does not suffice.
     """
+    shape, slots = weights.shape, _slots_per_layer(weights, expert_budget, in_slots)
+    policy = find_policy(policy) if isinstance(policy, str) else policy
+    drafts = draft == "int4" and (policy is None or policy.draft is not None)
+    if mode is None:
+        shared = policy is not None and policy.miss == CPU_IF_SOONER
+        mode = "shared" if shared else "fast" if drafts or slots >= shape.num_experts else "paper"
     if mode not in MODES:
         raise UserError(f"no mode '{mode}': choose {' or '.join(MODES)}")
-    chosen, shape = _runnable(policy or MODES[mode], mode), weights.shape
-    drafts = draft == "int4" and chosen.draft is not None
+    chosen = _runnable(policy or find_policy(MODES[mode]), mode)
     costs = StepCosts(anatomy(weights.config, weights.name), read_profile(profile))
-    scene = Scene(costs, _slots_per_layer(weights, expert_budget, in_slots), MAX_DEPTH)
+    scene = Scene(costs, slots, MAX_DEPTH)
     budget, count = Budget(in_bytes(memory_budget)), chosen.slots(scene)
     memory = new_expert_memory(shape, weights.host, count, budget, device=weights.device, order=chosen.order)
     pool = weights.draft if drafts else DraftExperts(())
@@ -214,8 +221,7 @@ def engine_for(
     return Engine(weights, memory, target, pool, chosen, prefetcher, depth, budget, _ops(weights.device))
 
 
-def _runnable(policy: str | Policy, mode: str) -> Policy:
-    policy = find_policy(policy) if isinstance(policy, str) else policy
+def _runnable(policy: Policy, mode: str) -> Policy:
     if policy.miss == CPU_IF_SOONER and mode != "shared":
         raise UserError(f"policy '{policy.id}' lets the host's cores compute misses: give mode='shared'")
     cannot = [

@@ -152,6 +152,14 @@ def test_sharing_is_even():
     assert not sooner_by_cpu(3, 0.0, 1.0, 5.0).any() and len(sooner_by_cpu(0, 0.0, 1.0, 1.0)) == 0
 
 
+@pytest.mark.parametrize("how", [{"draft": "none"}, {"policy": "lru"}])
+def test_without_a_draft_what_was_used_is_there_the_next_time(how):
+    engine = engine_of("qwen-nano", 30, **how)
+    found = engine.generate(ids_of(engine), 32)
+    assert torch.equal(found, engine_of("qwen-nano", 60, draft="none").generate(ids_of(engine), 32))
+    assert engine.stats.hits > 0.3 * engine.stats.needed
+
+
 def test_speculation_in_paper_mode_hits_what_it_prefetched():
     hits = {}
     for policy in ("specter", "lru"):
