@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from contextlib import closing
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from threading import Event, Thread
 
 from tqdm.auto import tqdm
 
@@ -35,7 +37,7 @@ def run(context: Context, jobs: Sequence[Job]) -> Rows:
     pending = [(job, file) for job, file in zip(jobs, files) if context.fresh or _load(file) is None]
     if pending:
         total = sum(job.cost for job in jobs)
-        with _progress(context, total, done=total - sum(job.cost for job, _ in pending)) as bar:
+        with _progress(context, total, done=total - sum(job.cost for job, _ in pending)) as bar, _clock_runs(bar):
             _compute(context, pending, bar)
     return [row for job, file in zip(jobs, files) for row in _stored(job, file)]
 
@@ -81,6 +83,26 @@ def _progress(context: Context, total: float, done: float) -> tqdm:
         total=total, initial=done, desc=context.experiment, mininterval=1.0, dynamic_ncols=True,
         bar_format="{desc} {percentage:3.0f} %|{bar:24}| {elapsed} elapsed, {remaining} left{postfix}",
     )  # fmt: skip
+
+
+@contextmanager
+def _clock_runs(bar: tqdm) -> Iterator[None]:
+    """On a terminal the time goes on while rows are computed that take minutes."""
+    ended = Event()
+
+    def tick() -> None:
+        while not ended.wait(1.0):
+            bar.refresh()
+
+    ticking = Thread(target=tick, daemon=True)
+    if sys.stderr.isatty():
+        ticking.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if ticking.is_alive():
+            ticking.join()
 
 
 def _row_file(context: Context, job: Job) -> Path:
