@@ -56,7 +56,7 @@ EXPERIMENTS = {
         Experiment(
             "specter-expert-explosion", "distinct experts per layer against K, and reuse between windows",
             "Specter", "expert explosion", "specter_lab.experiments.specter.expert_explosion",
-            {"cpu": 3, "gpu": None, "paper": None}, aliases=("expert-explosion",),
+            {"cpu": 3, "gpu": 5, "paper": None}, aliases=("expert-explosion",),
         ),
         Experiment(
             "specter-memory", "memory of draft and target at 12K context, apart and shared",
@@ -81,7 +81,7 @@ EXPERIMENTS = {
         Experiment(
             "specter-latency-breakdown", "share of memory operations in offloaded decoding",
             "Specter", "latency breakdown", "specter_lab.experiments.specter.latency_breakdown",
-            {"cpu": 2, "gpu": None, "paper": None}, aliases=("latency-breakdown",),
+            {"cpu": 2, "gpu": 3, "paper": None}, aliases=("latency-breakdown",),
         ),
         Experiment(
             "specter-tpot", "TPOT of all offloading systems, three models, five prompt sets, two budgets",
@@ -146,22 +146,22 @@ EXPERIMENTS = {
         Experiment(
             "elephants-table1", "grouped GEMM with int8 and int4 weights over FP16, by active experts",
             "Elephants", "Table 1", "specter_lab.experiments.elephants.table1",
-            {"gpu": None}, aliases=("grouped-gemm",),
+            {"gpu": 1}, aliases=("grouped-gemm",),
         ),
         Experiment(
             "elephants-table2", "what int8 and int4 cost in BLEU, by divisor and by what is quantised",
             "Elephants", "Table 2", "specter_lab.experiments.elephants.table2",
-            {"cpu": None}, aliases=("bleu",),
+            {"cpu": 3}, aliases=("bleu",),
         ),
         Experiment(
             "elephants-table3", "input tokens/s of a 5.3B translator: naive loop, grouped, int8, int4",
             "Elephants", "Table 3", "specter_lab.experiments.elephants.table3",
-            {"gpu": None}, aliases=("translation-speed",),
+            {"gpu": 2}, aliases=("translation-speed",),
         ),
         Experiment(
             "elephants-batch-pruning", "finished sentences leave the experts: loads saved, and what it is worth",
             "Elephants", "batch pruning", "specter_lab.experiments.elephants.batch_pruning",
-            {"cpu": None, "gpu": None}, aliases=("batch-pruning",),
+            {"cpu": 3, "gpu": 1}, aliases=("batch-pruning",),
         ),
         Experiment(
             "elephants-table4", "cost per word: an audit of the arithmetic, open for your own price and speed",
@@ -196,12 +196,12 @@ EXPERIMENTS = {
         Experiment(
             "zipmoe-latency-memory", "TTFT and TPOT against the memory budget, batch 1",
             "ZipMoE", "latency against memory", "specter_lab.experiments.zipmoe.latency_memory",
-            {"cpu": 4}, aliases=("latency-memory",),
+            {"cpu": 5}, aliases=("latency-memory",),
         ),
         Experiment(
             "zipmoe-throughput-batch", "tokens/s against the batch",
             "ZipMoE", "throughput against batch", "specter_lab.experiments.zipmoe.throughput_batch",
-            {"cpu": 3}, aliases=("throughput-batch",),
+            {"cpu": 4}, aliases=("throughput-batch",),
         ),
         Experiment(
             "zipmoe-latency-length", "end-to-end time against the output's length",
@@ -216,7 +216,7 @@ EXPERIMENTS = {
         Experiment(
             "zipmoe-page-cache", "without the page cache, and with a warm one",
             "ZipMoE", "page cache", "specter_lab.experiments.zipmoe.page_cache",
-            {"cpu": 5}, aliases=("page-cache",),
+            {"cpu": 6}, aliases=("page-cache",),
         ),
     )
 }  # fmt: skip
