@@ -149,7 +149,8 @@ def plot(rows: pd.DataFrame) -> Figure:
                           label=model)  # fmt: skip
         axis.axvline(1, color="0.4", linewidth=0.8)
         axis.set_xscale("log")
-        ticks = [0.25, 0.5, 1, 2, 4]
+        ticks = [0.5, 0.75, 1, 1.25]
+        axis.set_xlim(0.45, 1.4)
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
         axis.set_xlabel("simulated ms/token over fast mode's", fontsize=9)
