@@ -4,6 +4,8 @@
 
 A row is one fully-connected layer: T tokens spread evenly over the active experts. Cold: the calls of one graph go
 through copies of the weights that are several times the L2. Warm: one copy, again and again; it fits the L2 or not.
+Every call's routing is known, so its first weights are on their way while the call before ends, as between the two layers
+of an expert; torch's product does not do that.
 The floor is the active experts' bytes over the measured bandwidth of a copy. `--tune` tries other tiles.
 """
 
@@ -99,7 +101,10 @@ def calls_of(bank: list[ChannelWeights], x: Tensor, active: int, tiles: ChannelT
     routes = [spread(len(x), active) for _ in bank]
     for route in routes:
         tiled(route, tiles.tokens)  # sorting and cutting into tiles is not what is timed
-    return [partial(linear, x, weights, route, out, gather=True, tiles=tiles) for weights, route in zip(bank, routes)]
+    return [
+        partial(linear, x, weights, route, out, gather=True, routed=True, tiles=tiles)
+        for weights, route in zip(bank, routes)
+    ]
 
 
 def torch_calls(bank: list[ChannelWeights], x: Tensor, active: int) -> list:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specter_lab.compress.i2f import offset_of
 from specter_lab.compress.per_channel import ChannelCodes
+from specter_lab.engine.kernels.launch import overlaps_launches
 
 HALF, INT8_NATIVE, INT8_I2F, INT4_I2F = KINDS = ("16 bit", "int8 native", "int8 I2F", "int4 I2F")
 BITS = {HALF: 16, INT8_NATIVE: 8, INT8_I2F: 8, INT4_I2F: 4}
@@ -101,7 +102,7 @@ class ChannelTiles:
 
 
 _FEW_TOKENS = {  # of at most 8 tokens an expert; found by `bench_channel --tune` on an H200, weights cold
-    HALF: ChannelTiles(64, 16, 2), INT8_NATIVE: ChannelTiles(64, 8, 4), INT8_I2F: ChannelTiles(64, 8, 4),
+    HALF: ChannelTiles(64, 16, 2, 4), INT8_NATIVE: ChannelTiles(64, 8, 4), INT8_I2F: ChannelTiles(64, 8, 4),
     INT4_I2F: ChannelTiles(64, 8, 2),
 }  # fmt: skip
 
@@ -162,7 +163,8 @@ def tiled(sorted_tokens: SortedTokens, tile: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out: Tensor, *, gather: bool = False,
-           factors: Tensor | None = None, relu: bool = False, tiles: ChannelTiles | None = None) -> Tensor:  # fmt: skip
+           factors: Tensor | None = None, relu: bool = False, routed: bool = False,
+           tiles: ChannelTiles | None = None) -> Tensor:  # fmt: skip
     """One fully-connected layer of every token's expert, into `out`; rows of tokens without an expert are not written.
 
     Args:
@@ -172,6 +174,8 @@ def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out:
         out: [T, N], any float type: in the order of tokens, each row times its factor, with `factors`; else sorted.
         factors: [T] the expert scale of each token.
         relu: apply it to the result.
+        routed: `sorted_tokens` was complete before the kernel that this one follows was launched, so weights may be read
+            while that one ends.
 
     Raises:
         ValueError: wrong type or layout, or sizes that the kernel's tiles do not divide.
@@ -185,13 +189,15 @@ def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out:
     parts = 16 // BITS[weights.kind]
     expert, start, count = tiled(sorted_tokens, tiles.tokens)
     grid = (weights.outputs // tiles.outputs, len(expert))
+    pdl = overlaps_launches(x.device)
     channel_kernels.grouped_gemm[grid](
         x.view({1: torch.int16, 2: torch.int32, 4: torch.int64}[parts]), weights.words,
         x if weights.scales is None else weights.scales, x if factors is None else factors, out,
         expert, start, count, sorted_tokens.order, sorted_tokens.num_experts,
         KIND=KINDS.index(weights.kind), PARTS=parts, TYPE=_gluon_type(x.dtype), OUTPUTS=weights.outputs,
         ROW_WORDS=weights.words.shape[2], ROWS=tiles.outputs, TOKENS=tiles.tokens, AHEAD=tiles.ahead,
-        DIRECT=sorted_tokens.direct, GATHER=gather, SCATTER=factors is not None, RELU=relu, num_warps=tiles.warps,
+        DIRECT=sorted_tokens.direct, GATHER=gather, SCATTER=factors is not None, RELU=relu, PDL=pdl, ROUTED=routed,
+        num_warps=tiles.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -228,4 +234,4 @@ def expert_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: ChannelWeights, 
     sorted_tokens = sort_tokens(experts, wi.experts)
     act = torch.empty(x.shape[0], wi.outputs, dtype=x.dtype, device=x.device)  # [T, F], sorted by expert
     linear(x, wi, sorted_tokens, act, gather=True, relu=True, tiles=tiles)
-    return linear(act, wo, sorted_tokens, torch.zeros_like(x), factors=factors, tiles=tiles)
+    return linear(act, wo, sorted_tokens, torch.zeros_like(x), factors=factors, routed=True, tiles=tiles)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 WORDS = gl.constexpr(32)  # 16-bit words of a row in a tile: 64 bytes
 HALF, INT8_NATIVE, INT8_I2F, INT4_I2F = (gl.constexpr(kind) for kind in range(4))
@@ -166,11 +167,13 @@ def grouped_gemm(
     x, weights, scales, factors, out, expert_of, start_of, count_of, order, num_experts,
     KIND: gl.constexpr, PARTS: gl.constexpr, TYPE: gl.constexpr, OUTPUTS: gl.constexpr, ROW_WORDS: gl.constexpr,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr,
-    GATHER: gl.constexpr, SCATTER: gl.constexpr, RELU: gl.constexpr,
+    GATHER: gl.constexpr, SCATTER: gl.constexpr, RELU: gl.constexpr, PDL: gl.constexpr, ROUTED: gl.constexpr,
 ):  # fmt: skip
     """[TOKENS, ROWS] of `out` per program: weights of the slot's expert times its tokens' inputs, at most TOKENS of them.
 
     GATHER reads `x` through `order` (permute), SCATTER writes `out` through it, each row times its factor (unpermute).
+    PDL: the program may start while the kernel before it ends; with ROUTED its first weights are on their way by then,
+    for who computes what was known before that kernel.
     """
     WARPS: gl.constexpr = [gl.num_warps(), 1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=WARPS, instr_shape=[16, 8])
@@ -178,6 +181,9 @@ def grouped_gemm(
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, k_width=8)
     TILES: gl.constexpr = ROW_WORDS // WORDS
     slot = gl.program_id(1)
+    if PDL and not ROUTED:
+        gdc_wait()
+        gdc_launch_dependents()
     if DIRECT:
         expert = gl.load(expert_of + slot).to(gl.int64)
         count = ((expert >= 0) & (expert < num_experts)).to(gl.int32)
@@ -187,6 +193,8 @@ def grouped_gemm(
         start = gl.load(start_of + slot, mask=count > 0, other=0)
         expert = gl.load(expert_of + slot, mask=count > 0, other=0).to(gl.int64)
     if count == 0:
+        if PDL and ROUTED:
+            gdc_wait()  # whoever waits for this kernel waits for those before it
         return
     first_row = gl.program_id(0) * ROWS
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, A))
@@ -206,6 +214,9 @@ def grouped_gemm(
     inputs_of = x + (token.to(gl.int64) * ROW_WORDS)[None, :] + w_b[:, None]  # [W, N]
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=MMA)
     here = _tiles(tile_of, 0, TILES, AHEAD)
+    if PDL and ROUTED:
+        gdc_wait()
+        gdc_launch_dependents()
     for first in range(0, TILES, AHEAD):
         later = _tiles(tile_of, first + AHEAD, TILES, AHEAD)
         packed = ()
