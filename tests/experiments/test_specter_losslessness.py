@@ -21,10 +21,11 @@ def small(monkeypatch, cache):
 
 
 def test_greedy_rows():
-    rows = pd.DataFrame(losslessness.measure_greedy(QWEN, routing.inputs_digest(QWEN), 0, "float32"))
-    parity = rows[rows["by"] == PARITY]
-    assert len(parity) == 5 and (parity["equal_tokens"] == 24).all() and parity["margin"].isna().all()
-    width = rows[rows["by"] == WIDTH]
+    digest = routing.inputs_digest(QWEN)
+    (parity,) = losslessness.measure_parity(QWEN, digest, 0, "float32", "code")
+    assert (parity["by"], parity["item"], parity["equal_tokens"], parity["margin"]) == (PARITY, "code", 24, None)
+    width = pd.DataFrame(losslessness.measure_rounding(QWEN, digest, 0, "float32"))
+    assert (width["by"] == WIDTH).all()
     assert width["difference"].is_monotonic_increasing and 0 < width["difference"].iloc[-1] < 1e-3
     assert (width["flipped_tokens"] == 0).all() and width["n_tokens"].iloc[0] > 300
 

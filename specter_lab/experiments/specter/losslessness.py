@@ -11,11 +11,13 @@ Two accept rules that are wrong on purpose must fail the same test, else it show
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
@@ -31,6 +33,7 @@ from specter_lab.measure.distribution import (
     with_vocabulary,
 )  # fmt: skip
 from specter_lab.measure.parity import WidthEffect, greedy_parity, width_effect
+from specter_lab.measure.prompts import PROMPT_SETS
 from specter_lab.measure.speculate import speculative_decode
 from specter_lab.models.experts import with_experts
 from specter_lab.models.load import load
@@ -55,36 +58,49 @@ inputs = routing.inputs_of
 
 def run(context: Context) -> pd.DataFrame:
     """Rows `by` parity (one per prompt), width (quantiles of the rounding) and rule (one per test)."""
-    work = [(measure_greedy, name, {"precision": name}, 10.0) for name in PRECISIONS] + [
-        (measure_sampled, f"{rule}, {draft}, T = {t}", {"rule": rule, "quantizer": draft, "temperature": t}, 4.0)
-        for rule, draft, t in TESTS
+    work = [
+        *((measure_parity, {"precision": p, "prompt_set": name}, 3.0) for p in PRECISIONS for name in PROMPT_SETS),
+        *((measure_rounding, {"precision": p}, 3.0) for p in PRECISIONS),
+        *((measure_sampled, {"rule": rule, "quantizer": draft, "temperature": t}, 4.0) for rule, draft, t in TESTS),
     ]
     return pd.DataFrame(jobs.run(context, [
         jobs.Job(
-            f"{model}, {name}", function,
+            f"{model}, {', '.join(map(str, arguments.values()))}", function,
             {"model": model, "digest": routing.inputs_digest(model), "seed": context.seed} | arguments, cost,
         )
-        for function, name, arguments, cost in work
+        for function, arguments, cost in work
         for model in context.models
     ]))  # fmt: skip
 
 
-def measure_greedy(model: str, digest: str, seed: int, precision: str) -> jobs.Rows:
-    """Parity of every prompt, and rounding. `digest` is here, and below, to name what is read in the cache key."""
-    question = routing.ask(model, 1, seed)
-    target = load(model, dtype=getattr(torch, precision), device=question.source.model.device).model
+def measure_parity(model: str, digest: str, seed: int, precision: str, prompt_set: str) -> jobs.Rows:
+    """Parity of one prompt. `digest` is here, and below, to name what is read in the cache key."""
+    question, target = _read(model, seed, precision)
     draft = with_experts(target, routing.quantized(question, DRAFT, CACHE).banks)
+    found = [
+        (request, greedy_parity(target, draft, ids[:PREFIX_TOKENS], new_tokens=NEW_TOKENS, depth=DEPTH))
+        for request, ids in zip(question.tokens.requests, question.tokens.ids)
+        if request.prompt_set == prompt_set
+    ]
+    return [{
+        "model": question.source.name, "precision": precision, "depth": DEPTH, "by": PARITY, "item": request.prompt_set,
+        "new_tokens": parity.new_tokens, "equal_tokens": parity.equal_tokens, "margin": parity.margin,
+        "tokens_per_round": round(parity.tokens_per_round, 3), "repeated_share": round(parity.repeated, 3),
+    } for request, parity in found]  # fmt: skip
+
+
+def measure_rounding(model: str, digest: str, seed: int, precision: str) -> jobs.Rows:
+    """What the width of a pass does to the logits of given text."""
+    question, target = _read(model, seed, precision)
     base = {"model": question.source.name, "precision": precision, "depth": DEPTH}
-    rows, effects = [], []
-    for request, ids in zip(question.tokens.requests, question.tokens.ids):
-        found = greedy_parity(target, draft, ids[:PREFIX_TOKENS], new_tokens=NEW_TOKENS, depth=DEPTH)
-        effects.append(width_effect(target, ids, DEPTH + 1))
-        rows.append(base | {
-            "by": PARITY, "item": request.prompt_set, "new_tokens": found.new_tokens,
-            "equal_tokens": found.equal_tokens, "margin": found.margin,
-            "tokens_per_round": round(found.tokens_per_round, 3), "repeated_share": round(found.repeated, 3),
-        })  # fmt: skip
-    return rows + [base | row for row in _rounding(effects)]
+    return [base | row for row in _rounding([width_effect(target, ids, DEPTH + 1) for ids in question.tokens.ids])]
+
+
+@lru_cache(maxsize=2)
+def _read(model: str, seed: int, precision: str) -> tuple[routing.Question, PreTrainedModel]:
+    """One request per set, and the model in that precision."""
+    question = routing.ask(model, 1, seed)
+    return question, load(model, dtype=getattr(torch, precision), device=question.source.model.device).model
 
 
 def _rounding(effects: list[WidthEffect]) -> jobs.Rows:
@@ -100,13 +116,12 @@ def _rounding(effects: list[WidthEffect]) -> jobs.Rows:
 
 
 def measure_sampled(model: str, digest: str, seed: int, rule: str, quantizer: str, temperature: float) -> jobs.Rows:
-    """One test of sampled continuations against their law."""
+    """One test of sampled continuations against their law, in float32: in fewer bits the law depends on how it is read."""
     question = routing.ask(model, 5, seed)
+    whole = load(model, dtype=torch.float32, device=question.source.model.device).model
     vocabulary = _frequent_tokens(question.tokens.ids)
-    target = with_vocabulary(question.source.model, vocabulary)
-    draft = with_vocabulary(
-        with_experts(question.source.model, routing.quantized(question, quantizer, CACHE).banks), vocabulary
-    )
+    target = with_vocabulary(whole, vocabulary)
+    draft = with_vocabulary(with_experts(whole, routing.quantized(question, quantizer, CACHE).banks), vocabulary)
     prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(seed))
     laws = [continuation_law(m, prompt, CONTINUATION, temperature) for m in (target, draft)]
     counts = np.zeros(VOCABULARY**CONTINUATION, dtype=int)
