@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MODES = ("fast", "paper", "shared")
 DRAFTS = ("int4", "none")
+TRANSPORTS = ("whole", "residual")
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add(group, "--policy", words=policies, metavar="NAME", help="an exact policy (default: the mode's)")
     add(group, "--draft", words=lambda: DRAFTS, default="int4", metavar="DRAFT",
         help="int4 (default: speculative, the same text), or none")  # fmt: skip
+    add(group, "--transport", words=lambda: TRANSPORTS, default="whole", metavar="WAY",
+        help="whole (default), or residual: experts cross the link without what their INT4 codes say, bit for bit the same")  # fmt: skip
     add(
         group,
         "--depth",
@@ -53,7 +56,7 @@ def load_served(options: argparse.Namespace) -> Served:
     Raises:
         UserError: a budget, mode, draft, depth, device or model that cannot be.
     """
-    for name, known in (("mode", (None, *MODES)), ("draft", DRAFTS)):
+    for name, known in (("mode", (None, *MODES)), ("draft", DRAFTS), ("transport", TRANSPORTS)):
         if getattr(options, name) not in known:
             raise UserError(f"no {name} '{getattr(options, name)}': choose {', '.join(filter(None, known))}")
     if options.slots is not None and options.expert_budget is not None:
@@ -81,5 +84,7 @@ def load_served(options: argparse.Namespace) -> Served:
     )
     if options.memory_budget is not None:
         budget["memory_budget"] = options.memory_budget
-    engine = engine_for(weights, mode=options.mode, policy=options.policy, draft=options.draft, **budget)
+    engine = engine_for(
+        weights, mode=options.mode, policy=options.policy, draft=options.draft, transport=options.transport, **budget
+    )
     return served(engine, options.model, depth=options.depth)

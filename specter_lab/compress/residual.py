@@ -74,8 +74,8 @@ def encode(weights: Tensor, codes: Codes) -> Residual:
     """What BF16 `weights` are beyond their codes.
 
     Args:
-        weights: [..., n] bfloat16 on a CPU.
-        codes: of the same shape.
+        weights: [..., n] bfloat16.
+        codes: of the same shape, on the same device.
 
     Raises:
         ValueError: other dtype or shape.
@@ -91,8 +91,8 @@ def encode(weights: Tensor, codes: Codes) -> Residual:
     low = (top << 7 | mantissa).to(torch.uint8)
     value = torch.where(q == 0, away.clamp(max=7), (away >> 1) & 1)
     stream, starts = _to_stream(value, stream_bits(magnitude))
-    found = Residual(low, stream, starts, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int16))
     flat = bits.flatten().to(torch.int16)
+    found = Residual(low, stream, starts, flat[:0].long(), flat[:0])
     places = (_patterns(found, codes).flatten() != flat).nonzero().flatten()
     return Residual(low, stream, starts, places, flat[places])
 
@@ -133,11 +133,11 @@ def _to_stream(value: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     row_bytes = (count.sum(dim=1) + 7) // 8
     starts = row_bytes.cumsum(0) - row_bytes
     place = 8 * starts[:, None] + count.cumsum(1) - count  # [R, n] first bit of each
-    bits = torch.zeros(8 * (int(row_bytes.sum()) + 1), dtype=torch.uint8)
+    bits = torch.zeros(8 * (int(row_bytes.sum()) + 1), dtype=torch.uint8, device=value.device)
     for bit in range(max(STREAM_BITS)):
         there = count > bit
         bits[place[there] + bit] = ((value[there] >> bit) & 1).to(torch.uint8)
-    packed = (bits.view(-1, 8).int() << torch.arange(8)).sum(dim=1).to(torch.uint8)
+    packed = (bits.view(-1, 8).int() << torch.arange(8, device=value.device)).sum(dim=1).to(torch.uint8)
     return packed, starts.int()
 
 

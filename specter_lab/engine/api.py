@@ -34,11 +34,12 @@ from specter_lab.plan.hardware import PAPERS_GPU, read_profile
 from specter_lab.plan.policies import find_policy
 from specter_lab.plan.policy import Policy, Prefetcher, Scene
 from specter_lab.plan.serve import ADMIT, CPU_IF_SOONER, LOAD, READ_THROUGH
-from specter_lab.plan.step_costs import StepCosts
+from specter_lab.plan.step_costs import StepCosts, Transport
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 MAX_DEPTH = 16
 SESSION_TOKENS = 256  # a session's room for tokens is a multiple of this
+TRANSPORTS = WHOLE, RESIDUAL = "whole", "residual"
 MODES = {"fast": "specter-fast", "paper": "specter", "shared": "specter-shared"}  # and their policies
 
 
@@ -169,7 +170,7 @@ def load(model: str, *, device: str | None = None, widen_to: str | None = None, 
         model: zoo name, folder or hub id of an architecture in `engine.shape.ENGINE_ARCHITECTURES`.
         device: default: the GPU if there is one.
         widen_to: grow a zoo model to the sizes of this original on the way (`models.widen`): same function, full-size bytes.
-        **how: arguments of `engine_for`: expert_budget, mode, policy, draft, memory_budget.
+        **how: arguments of `engine_for`: expert_budget, mode, policy, draft, transport, memory_budget.
 
     Raises:
         UserError: unknown model or policy, or a budget that does not suffice.
@@ -179,7 +180,7 @@ def load(model: str, *, device: str | None = None, widen_to: str | None = None, 
 
 def engine_for(
     weights: Weights, *, expert_budget: str | int, in_slots: bool = False, mode: str | None = None, policy: str | Policy | None = None,
-    draft: str = "int4", memory_budget: str | int = 2**62, profile: str = PAPERS_GPU,
+    draft: str = "int4", transport: str = WHOLE, memory_budget: str | int = 2**62, profile: str = PAPERS_GPU,
 ) -> Engine:  # fmt: skip
     """An engine over loaded weights.
 
@@ -193,6 +194,8 @@ def engine_for(
             slot and is not there the next time.
         policy: an exact policy, or the id of one in `plan.policies`; default: the mode's.
         draft: "int4", or "none" for plain decoding.
+        transport: "residual": experts cross the link without what their INT4 codes say, about 9 of 16 bits, and are restored bit
+            for bit; needs the codes on the device and host memory for both forms. What kernels read by themselves crosses whole.
         memory_budget: of everything the engine holds on the device.
         profile: of this machine, for policies that plan with its numbers.
 
@@ -208,12 +211,19 @@ def engine_for(
     if mode not in MODES:
         raise UserError(f"no mode '{mode}': choose {' or '.join(MODES)}")
     chosen = _runnable(policy or find_policy(MODES[mode]), mode)
-    costs = StepCosts(anatomy(weights.config, weights.name), read_profile(profile))
+    if transport not in TRANSPORTS:
+        raise UserError(f"no transport '{transport}': choose {' or '.join(TRANSPORTS)}")
+    records = weights.records if transport == RESIDUAL else None
+    crossing = Transport(records.bits) if records else Transport()
+    costs = StepCosts(anatomy(weights.config, weights.name), read_profile(profile), transport=crossing)
     scene = Scene(costs, slots, MAX_DEPTH)
     budget, count = Budget(in_bytes(memory_budget)), chosen.slots(scene)
-    memory = new_expert_memory(shape, weights.host, count, budget, device=weights.device, order=chosen.order)
+    memory = new_expert_memory(
+        shape, weights.host, count, budget, device=weights.device, order=chosen.order, records=records
+    )
     pool = weights.draft if drafts else DraftExperts(())
-    budget.take("draft's INT4 experts", pool.nbytes, "use draft='none', or a larger budget")
+    codes_bytes = weights.draft.nbytes if records else pool.nbytes
+    budget.take("draft's INT4 experts", codes_bytes, "use draft='none' and transport='whole', or a larger budget")
     prefetcher = chosen.prefetch(scene)
     host = new_host_experts(memory) if mode == "shared" else None
     target = ReadThrough(memory) if mode == "fast" else OnDemand(memory, prefetcher, host)

@@ -167,8 +167,9 @@ def plan(memory: ExpertMemory, prefetcher: Prefetcher, routed: _Routing, step: i
     """Let the policy learn the routing of draft step 1..K, and begin the copies it wants."""
     experts, weights = routed.of(step - 1)
     prefetcher.observe_step(routed.step_ms)
+    copied = memory.h2d_bytes
     copies = memory.load(prefetcher.drafted(step, experts, weights, memory.clock()))
-    prefetcher.observe_copy(copies * memory.host[0, 0].nbytes, copies * memory.copy_ms)
+    prefetcher.observe_copy(memory.h2d_bytes - copied, copies * memory.transport.copy_ms)
 
 
 class _Routing:

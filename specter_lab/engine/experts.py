@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from specter_lab.engine.arena import Budget, host_slab
+from specter_lab.engine.records import Records
 from specter_lab.engine.shape import Shape
 from specter_lab.engine.stopwatch import Stopwatch
+from specter_lab.engine.transport import Beside, Transport, Whole
 from specter_lab.plan.policy import Clock, Loads
 from specter_lab.plan.residency import ABSENT, NONE, Slots, new_slots, reserve_all
 
@@ -35,8 +37,8 @@ class ExpertMemory:
     slots: Slots
     table: Tensor  # [L, E] int64 on the device: where kernels read an expert
     addresses: Tensor  # the same on the host, a step ahead: with the copies that are under way
-    stream: torch.cuda.Stream | None  # of the copies; None on a CPU
-    copy_ms: float  # one expert, measured when the slabs were made
+    stream: torch.cuda.Stream | None  # of the copies, above kernels that wait for them; None on a CPU
+    transport: Transport  # brings an expert from the host into a slot
     held: np.ndarray  # [L, S] expert whose address a slot's bytes are named by in the table, or ABSENT
     flags: Tensor  # [L] int32 on the device: a layer's copies have arrived (`kernels.arrival`)
     waited: Tensor  # [2] int64 on the device: nanoseconds that kernels waited for flags, and whether one gave up
@@ -76,15 +78,15 @@ class ExpertMemory:
         if work == PREFETCH and begun < len(places):
             self.count("prefetch refused: all slots pinned", len(places) - begun)
         self._unsettled |= begun > 0
-        self.h2d_bytes += begun * self.host[0, 0].nbytes
-        self.link_free_ms = max(self.link_free_ms, time.perf_counter() * 1e3) + begun * self.copy_ms
+        self.link_free_ms = max(self.link_free_ms, time.perf_counter() * 1e3) + begun * self.transport.copy_ms
         return begun
 
     def _copy(self, layer: int, expert: int, slot: int) -> None:
         victim, place = self.held[layer, slot], self.device[self.first_slot[layer] + slot]
         if victim != ABSENT:
             self.addresses[layer, victim] = self.host[layer, victim].data_ptr()
-        place.copy_(self.host[layer, expert], non_blocking=True)
+        self.transport.bring(layer, expert, place)
+        self.h2d_bytes += self.transport.link_bytes(layer, expert)
         self.addresses[layer, expert] = place.data_ptr()
         self.held[layer, slot] = expert
         self.slots.ready_ms[layer, slot] = 0  # `settled` tells kernels when; the host needs no event of its own
@@ -122,7 +124,7 @@ class ExpertMemory:
     def clock(self) -> Clock:
         """Where the copies stand, on the host's clock."""
         now_ms = time.perf_counter() * 1e3
-        return Clock(now_ms, max(now_ms, self.link_free_ms), self.copy_ms)
+        return Clock(now_ms, max(now_ms, self.link_free_ms), self.transport.copy_ms)
 
     def count(self, name: str, times: int = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + times
@@ -146,9 +148,10 @@ def put(host: Tensor, layer: int, expert: int, part: int, weight: Tensor) -> Non
 
 
 def new_expert_memory(
-    shape: Shape, host: Tensor, slots_per_layer: np.ndarray, budget: Budget, *, device: torch.device, order: int
-) -> ExpertMemory:
-    """Empty slots for `slots_per_layer` [L] experts of the host slab [L, E, N].
+    shape: Shape, host: Tensor, slots_per_layer: np.ndarray, budget: Budget, *, device: torch.device, order: int,
+    records: Records | None = None,
+) -> ExpertMemory:  # fmt: skip
+    """Empty slots for `slots_per_layer` [L] experts of the host slab [L, E, N], which cross the link as `records` if given.
 
     Raises:
         UserError: the budget does not suffice.
@@ -163,20 +166,9 @@ def new_expert_memory(
         first_slot=np.concatenate([[0], np.cumsum(slots_per_layer)[:-1]]),
         slots=new_slots(slots_per_layer, experts, order),
         table=addresses.to(device), addresses=addresses.pin_memory() if on_gpu else addresses,
-        stream=torch.cuda.Stream(device) if on_gpu else None, copy_ms=_copy_ms(host[0, 0], slab[0]),
+        stream=torch.cuda.Stream(device, priority=-1) if on_gpu else None, transport=Beside(records, slab[0], budget) if records else Whole(host, slab[0]),
         held=np.full((layers, int(slots_per_layer.max())), ABSENT),
         flags=torch.zeros(layers, dtype=torch.int32, device=device),
         waited=torch.zeros(2, dtype=torch.int64, device=device), watch=Stopwatch(on_gpu),
         snapshots=torch.empty(2 * experts, layers, experts, dtype=torch.int64, pin_memory=on_gpu),
     )  # fmt: skip
-
-
-def _copy_ms(source: Tensor, target: Tensor) -> float:
-    """Time of one expert's copy, the second of two."""
-    for _ in range(2):
-        began = time.perf_counter()
-        target.copy_(source)
-        if target.is_cuda:
-            torch.cuda.synchronize()
-        elapsed_ms = (time.perf_counter() - began) * 1e3
-    return elapsed_ms

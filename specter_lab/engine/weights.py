@@ -15,6 +15,7 @@ from specter_lab.engine.decoder import Decoder
 from specter_lab.engine.expert_math import DraftExperts
 from specter_lab.engine.experts import new_host, put
 from specter_lab.engine.load import checkpoint_tensors, read_decoder
+from specter_lab.engine.records import Records, new_records
 from specter_lab.engine.shape import Shape, shape_of
 from specter_lab.models.experts import ExpertBank
 from specter_lab.models.load import read_config, read_tokenizer, resolve
@@ -41,6 +42,11 @@ class Weights:
     def draft(self) -> DraftExperts:
         """The draft's INT4 experts, rounded to nearest."""
         return DraftExperts(int4_banks(self))
+
+    @cached_property
+    def records(self) -> Records:
+        """The experts beside the draft's codes, for residual transport; host memory of about 9/16 of `host` more."""
+        return new_records(self.host, self.draft.banks)
 
 
 def load_weights(model: str, *, device: str | None = None, widen_to: str | None = None) -> Weights:

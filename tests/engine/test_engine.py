@@ -115,7 +115,7 @@ def test_host_and_link_share_the_misses(policy, monkeypatch):
     assert torch.equal(engine.generate(ids, 24), resident.generate(ids, 24))
     engine.stats = Meter()
     monkeypatch.setattr(host_experts, "NEW_SHARE", 0.0)
-    engine.target.host.expert_ms = 0.9 * engine.memory.copy_ms  # about as long as a copy: they take turns
+    engine.target.host.expert_ms = 0.9 * engine.memory.transport.copy_ms  # about as long as a copy: they take turns
     engine.generate(ids, 24)
     stats, copies = engine.stats, engine.stats.h2d_bytes // engine.memory.host[0, 0].nbytes
     assert stats.by_host > 0 and copies > 0 and not engine.memory.slots.pinned.any()
@@ -264,6 +264,32 @@ def test_the_table_follows_the_slots():
             assert slot == ABSENT or torch.equal(place, memory.host[layer, expert])
         copied += int(slots.generation[layer].sum())
     assert memory.h2d_bytes == copied * memory.host[0, 0].nbytes == engine.stats.h2d_bytes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["fast", "paper"])
+@pytest.mark.parametrize("model", MODELS)
+def test_residual_transport_changes_no_bit(model, mode, device):
+    whole = engine_of(model, 3, device, mode=mode)
+    ids = ids_of(whole)
+    engine = api.engine_for(whole.weights, expert_budget=3, in_slots=True, mode=mode, transport="residual")
+    spoil(engine)
+    assert torch.equal(engine.generate(ids, 32), whole.generate(ids, 32))
+    memory, records = engine.memory, engine.weights.records
+    for layer, expert in zip(*np.nonzero(memory.slots.slot_of != ABSENT)):
+        place = memory.device[memory.first_slot[layer] + memory.slots.slot_of[layer, expert]]
+        assert torch.equal(place.cpu(), memory.host[layer, expert])
+    copies = memory.slots.generation.sum()
+    assert records.length.min() * copies <= memory.h2d_bytes <= records.length.max() * copies
+    if device == "cuda":
+        assert engine.budget.taken["residuals on their way"] > 0
+
+
+def test_residual_transport_needs_the_codes():
+    engine = engine_of("qwen-nano", 3, mode="paper", policy="lru", draft="none", transport="residual")
+    assert engine.budget.taken["draft's INT4 experts"] == engine.weights.draft.nbytes and not engine.draft.banks
+    with pytest.raises(UserError, match="no transport 'zip': choose whole or residual"):
+        api.engine_for(engine.weights, expert_budget=3, in_slots=True, transport="zip")
 
 
 def test_budgets_are_enforced_with_numbers():

@@ -57,7 +57,7 @@ def test_every_system_has_its_rows(rows):
 
 def test_the_simulator_runs_the_same_rounds(rows):
     simulated = rows["simulated_ms_per_token"].dropna()
-    assert len(simulated) == 2 * 17 + 5 + 4 and (simulated > 0).all()
+    assert len(simulated) == 2 * 21 + 5 + 4 and (simulated > 0).all()
 
 
 def test_claims_and_figure(rows):
@@ -65,7 +65,7 @@ def test_claims_and_figure(rows):
     assert found["specter-engine/exact@fast"].value == found["specter-engine/exact@paper"].value == 1.0
     assert found["specter-engine/draft-step"].value == 1.5
     assert 0 < found["specter-engine/compute-share"].value < 1
-    assert len(limits(rows)) == 2 * 8
+    assert len(limits(rows)) == 2 * 10
     assert len(engine.plot(rows).axes) == 2
 
 

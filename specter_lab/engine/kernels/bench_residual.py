@@ -1,4 +1,4 @@
-"""Residual transport: bytes that cross the link, and on a GPU how fast weights are put together again.
+"""Residual transport: bytes that cross the link, and on a GPU how fast experts are put together again.
 
 python -m specter_lab.engine.kernels.bench_residual [MODEL ...]
 """
@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specter_lab.compress.grid import round_to_nearest
-from specter_lab.compress.int4 import pack
-from specter_lab.compress.residual import encode, size
-from specter_lab.models.experts import read_banks
+from specter_lab.compress.int4 import quantize_bank
+from specter_lab.compress.residual import size
+from specter_lab.engine.records import new_records
+from specter_lab.models.experts import ExpertBank, read_banks
 from specter_lab.models.load import ZOO_MODELS, load
 
 GAUSSIAN = "Gaussian"
-ROWS, WIDTH = 8448, 2048  # as many weights as three of Qwen1.5-MoE's experts
+HIDDEN, WIDTH = 2048, 1408  # Qwen1.5-MoE's
 
 
 def weights_of(name: str) -> Iterator[Tensor]:
-    """BF16 matrices [E, out, in]: a model's routed experts, or random ones."""
-    if name == GAUSSIAN:
-        yield (torch.randn(1, ROWS, WIDTH, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
-        return
-    for bank in read_banks(load(name).model):
+    """BF16 matrices [E, out, in]: a model's routed experts, or a random one."""
+    banks = [gaussian("cpu")] if name == GAUSSIAN else read_banks(load(name).model)
+    for bank in banks:
         yield from (part.bfloat16() for part in (bank.gate, bank.up, bank.down))
+
+
+def gaussian(device: str) -> ExpertBank:
+    """One expert, its weights BF16's."""
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = ((1, WIDTH, HIDDEN), (1, WIDTH, HIDDEN), (1, HIDDEN, WIDTH))
+    parts = (torch.randn(size, generator=generator, device=device).mul(0.02).bfloat16().float() for size in sizes)
+    return ExpertBank(0, *parts)
 
 
 def size_row(name: str) -> str:
@@ -39,16 +44,14 @@ def size_row(name: str) -> str:
 
 def rate_row() -> str:
     """Output of the kernel on a GPU, beside the link and a copy within the GPU."""
-    from specter_lab.engine.kernels.residual import restore
+    from specter_lab.engine.kernels.residual import restore_expert
     from specter_lab.engine.kernels.timing import copy_gb_s, link_gb_s, stream_us
 
-    (weights,) = weights_of(GAUSSIAN)
-    codes = round_to_nearest(weights, 4)
-    residual = encode(weights, codes)
-    moved = {name: getattr(residual, name).cuda() for name in ("low", "stream", "starts", "places", "patterns")}
-    packed, scales = pack(codes.codes)[0].cuda(), codes.scales[0].cuda()
-    there = replace(residual, **moved)
-    rate = weights.nbytes / stream_us(lambda: restore(there, packed, scales)) / 1e3
+    bank = gaussian("cuda")
+    host = torch.cat([part.flatten(1) for part in (bank.gate, bank.up, bank.down)], dim=1)[None].bfloat16().cpu()
+    records = new_records(host, (quantize_bank(bank),))
+    room, place = records.of(0, 0).cuda(), torch.empty_like(host[0, 0], device="cuda")
+    rate = place.nbytes / stream_us(lambda: restore_expert(room, records, 0, 0, place)) / 1e3
     return f"restored at {rate:.0f} GB/s of BF16, {rate / link_gb_s():.1f}x the link ({link_gb_s():.0f} GB/s), {rate / copy_gb_s():.0%} of a copy"
 
 

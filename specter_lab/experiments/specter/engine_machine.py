@@ -23,7 +23,7 @@ from specter_lab.plan.policy import Scene
 from specter_lab.plan.replay import Replay
 from specter_lab.plan.serve import READ_THROUGH
 from specter_lab.plan.simulate import simulate
-from specter_lab.plan.step_costs import StepCosts
+from specter_lab.plan.step_costs import StepCosts, Transport
 
 PROMPT_TOKENS, HOST_PASSES = 16, 48
 GRAPH_LAUNCH_US = 0.01  # per operator of a captured pass: the host launches it as one
@@ -84,7 +84,8 @@ def simulated_ms(engine: Engine, replay: Replay, model: str, machine: Machine, n
     if isinstance(engine.target, OnDemand) and engine.target.host:
         rate = anatomy.expert_bytes * 1e-6 / engine.target.host.expert_ms  # GB/s
         profile = replace(profile, cpu=replace(profile.cpu, memory_bandwidth_gb_s=rate))
-    costs = StepCosts(anatomy, replace(profile, launch_us=launch_us))
+    crossing = Transport(engine.memory.transport.bits)
+    costs = StepCosts(anatomy, replace(profile, launch_us=launch_us), transport=crossing)
     scene = Scene(costs, int(engine.memory.slots.count.min()), MAX_DEPTH)
     miss = READ_THROUGH if engine.target.waits else engine.policy.miss
     policy = replace(engine.policy, miss=miss, slots=lambda scene: np.resize(engine.memory.slots.count, scene.layers))

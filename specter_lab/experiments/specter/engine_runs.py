@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specter_lab.engine.api import Engine, engine_for
+from specter_lab.engine.api import RESIDUAL, WHOLE, Engine, engine_for
 from specter_lab.engine.decode import Meter
 from specter_lab.engine.weights import Weights, load_weights
 from specter_lab.experiments import jobs
@@ -36,10 +36,12 @@ NEW_TOKENS = {"phi": 12}  # its experts are nine times as large; others USUAL_TO
 USUAL_TOKENS, EXACT_TOKENS = 24, 512
 LARGE_REPEATS = 1  # of models named in NEW_TOKENS
 RESIDENT, ONLINE, SHARED = "all-resident", "specter-fast, online depth", "specter-shared"
-SYSTEMS = {  # name -> mode, policy
-    RESIDENT: ("fast", "specter-fast"), "specter-fast": ("fast", "specter-fast"), ONLINE: ("fast", "specter-fast"),
-    SHARED: ("shared", "specter-shared"), "lru-shared": ("shared", "lru-shared"), "specter": ("paper", "specter"),
-    "specmoeoff": ("paper", "specmoeoff"), "lru": ("paper", "lru"), "lru-s": ("paper", "lru-s"),
+SYSTEMS = {  # name -> mode, policy, transport
+    RESIDENT: ("fast", "specter-fast", WHOLE), "specter-fast": ("fast", "specter-fast", WHOLE),
+    ONLINE: ("fast", "specter-fast", WHOLE), "specter-fast, residual transport": ("fast", "specter-fast", RESIDUAL),
+    SHARED: ("shared", "specter-shared", WHOLE), "lru-shared": ("shared", "lru-shared", WHOLE),
+    "lru-shared, residual transport": ("shared", "lru-shared", RESIDUAL), "specter": ("paper", "specter", WHOLE),
+    "specmoeoff": ("paper", "specmoeoff", WHOLE), "lru": ("paper", "lru", WHOLE), "lru-s": ("paper", "lru-s", WHOLE),
 }  # fmt: skip
 PARTS = {  # what is left of paper mode -> its parts; SEE is the engine's kernels, and stays
     "paper mode": frozenset({"SIC", "PIO"}), "without PIO": frozenset({"SIC"}), "without SIC": frozenset({"PIO"}),
@@ -135,10 +137,9 @@ class Bench:
         return LARGE_REPEATS if routing.family(self.model) in NEW_TOKENS else REPEATS
 
     def contender(self, name: str) -> Contender:
-        mode, policy = SYSTEMS[name]
-        contender = self._of(
-            mode, find_policy(policy), self.weights.shape.num_experts if name == RESIDENT else self.slots
-        )
+        mode, policy, transport = SYSTEMS[name]
+        slots = self.weights.shape.num_experts if name == RESIDENT else self.slots
+        contender = self._of(mode, find_policy(policy), slots, transport)
         if name == RESIDENT:
             contender.engine.fill_slots()
         return replace(contender, depth=None) if name == ONLINE else contender
@@ -160,8 +161,10 @@ class Bench:
         return {f"{policy} @ {share}": self._of(mode, diluted(find_policy(policy), share, self.seed), self.slots)
                 for mode, policy, share in pairs}  # fmt: skip
 
-    def _of(self, mode: str, policy: Policy, slots: int) -> Contender:
-        engine = engine_for(self.weights, expert_budget=slots, in_slots=True, mode=mode, policy=policy)
+    def _of(self, mode: str, policy: Policy, slots: int, transport: str = WHOLE) -> Contender:
+        engine = engine_for(
+            self.weights, expert_budget=slots, in_slots=True, mode=mode, policy=policy, transport=transport
+        )
         own = engine.policy.depth_in(Scene(None, slots, BUDGETS[routing.family(self.model)].depth))
         return Contender(mode, engine, 0 if not engine.draft.banks else own)
 
