@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,8 +19,9 @@ from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specter_lab.engine.arena import Budget
+from specter_lab.engine.batch import Piece, Request, decode_batch
 from specter_lab.engine.decode import Meter, OnRound, decode
-from specter_lab.engine.expert_math import DraftExperts
+from specter_lab.engine.expert_math import MOST_TOKENS, DraftExperts
 from specter_lab.engine.experts import ExpertMemory, new_expert_memory
 from specter_lab.engine.host_experts import new_host_experts
 from specter_lab.engine.ops import Ops, TorchOps
@@ -38,6 +39,7 @@ from specter_lab.plan.step_costs import StepCosts, Transport
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 MAX_DEPTH = 16
+MAX_LANES = 32  # requests at a time
 SESSION_TOKENS = 256  # a session's room for tokens is a multiple of this
 TRANSPORTS = WHOLE, RESIDUAL = "whole", "residual"
 MODES = {"fast": "specter-fast", "paper": "specter", "shared": "specter-shared"}  # and their policies
@@ -85,17 +87,76 @@ class Engine:
             UserError: a prompt of fewer than two tokens, or a depth where nothing drafts.
         """
         self.check_depth(depth)
-        of_text = isinstance(prompt, str)
-        ids = torch.tensor(self.tokenizer(prompt)["input_ids"]) if of_text else prompt.flatten()
-        if len(ids) < 2:
-            raise UserError("a prompt needs at least 2 tokens: one for the prefix and one to go on from")
-        pieces = self._rounds(ids.to(self.device), max_new_tokens, temperature, depth, seed)
+        of_text, ids = isinstance(prompt, str), self._ids(prompt)
+        pieces = self._rounds(ids, max_new_tokens, temperature, depth, seed)
         if not ignore_eos:
-            pieces = _until(pieces, self.weights.config.eos_token_id)
+            pieces = _until(pieces, _ends(self.weights.config.eos_token_id))
         if stream:
             return self._text(pieces) if of_text else pieces
         new = [token for piece in pieces for token in piece]
         return self.tokenizer.decode(new) if of_text else torch.cat([ids.cpu(), torch.tensor(new)])[None]
+
+    def generate_batch(
+        self, prompts: Sequence[str | Tensor], max_new_tokens: int | Sequence[int] = 128, *, temperature: float = 0.0,
+        depth: int | None | Sequence[int | None] = None, seed: int = 0, lanes: int = MAX_LANES, stream: bool = False,
+        ignore_eos: bool = False,
+    ) -> list[str] | list[Tensor] | Iterator[Piece]:  # fmt: skip
+        """Continue many prompts, at most `lanes` at a time; each gives what `generate` gives for it alone.
+
+        Args:
+            prompts: texts, or token ids [P] each.
+            max_new_tokens: of all, or of each.
+            depth: drafted tokens per round, of all or of each; None: the policy's, or chosen online from what its rounds take.
+            seed: of the first prompt's samples; the next one has the next.
+            stream: yield `batch.Piece` as they are committed, and return nothing else.
+
+        Raises:
+            UserError: as `generate`; no lanes; or fast mode with windows of more than 64 tokens over all lanes.
+        """
+        count, config_ends = len(prompts), self.weights.config.eos_token_id
+        limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        depths = [
+            self.depth if each is None else each
+            for each in ([depth] * count if depth is None or isinstance(depth, int) else depth)
+        ]
+        for each in depths:
+            self.check_depth(each)
+        of_text = bool(count) and isinstance(prompts[0], str)
+        ids = [self._ids(prompt) for prompt in prompts]
+        deepest = max((MAX_DEPTH if each is None else each for each in depths), default=0)
+        lanes = min(lanes, count)
+        if lanes < 1:
+            raise UserError("a batch needs at least one prompt and one lane")
+        if isinstance(self.target, ReadThrough) and lanes * (deepest + 1) > MOST_TOKENS:
+            raise UserError(f"in fast mode kernels read missing experts once for every {MOST_TOKENS} tokens, and {lanes} windows of "
+                            f"{deepest + 1} are more: use mode 'paper' or 'shared', or fewer lanes")  # fmt: skip
+        room = max((len(each) + limit for each, limit in zip(ids, limits)), default=0)
+        requests = [
+            Request(each, limit, OnlineDepth(MAX_DEPTH) if k is None else FixedDepth(k),
+                    Generator(self.device).manual_seed(seed + n) if temperature else None,
+                    frozenset() if ignore_eos else _ends(config_ends))
+            for n, (each, limit, k) in enumerate(zip(ids, limits, depths))
+        ]  # fmt: skip
+        pieces = self._batch(requests, self._session_for(room, deepest, temperature, lanes))
+        if stream:
+            return pieces
+        new: list[list[int]] = [[] for _ in prompts]
+        for piece in pieces:
+            new[piece.request] += piece.tokens
+        if of_text:
+            return [self.tokenizer.decode(tokens) for tokens in new]
+        return [torch.cat([each.cpu(), torch.tensor(tokens)])[None] for each, tokens in zip(ids, new)]
+
+    def _batch(self, requests: Sequence[Request], session: Session) -> Iterator[Piece]:
+        with torch.inference_mode():
+            yield from decode_batch(session, self.memory, self.prefetcher, requests, self.stats)
+
+    def _ids(self, prompt: str | Tensor) -> Tensor:
+        """[P] on the device."""
+        ids = torch.tensor(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt.flatten()
+        if len(ids) < 2:
+            raise UserError("a prompt needs at least 2 tokens: one for the prefix and one to go on from")
+        return ids.to(self.device)
 
     def check_depth(self, depth: int | None) -> None:
         """Raise UserError for a depth where nothing drafts."""
@@ -128,15 +189,15 @@ class Engine:
                 yield tokens[:left]
                 left -= len(tokens)
 
-    def _session_for(self, tokens: int, depth: int, temperature: float) -> Session:
+    def _session_for(self, tokens: int, depth: int, temperature: float, lanes: int = 1) -> Session:
         kept = self._session
-        fits = kept is not None and len(kept.kv.keys[0]) > tokens + depth and kept.depth >= depth
+        fits = kept is not None and kept.kv.max_tokens > tokens + depth and kept.depth >= depth and kept.lanes == lanes
         if not fits or kept.temperature != temperature:
             tokens = SESSION_TOKENS * math.ceil(tokens / SESSION_TOKENS)  # the next, longer request may find it fits
             self.budget.taken.pop("KV cache", None)
             kept = self._session = None  # its memory first; and none is kept that the budget refuses
             session = new_session(self.weights.decoder, self.draft, self.target, self.ops, max_tokens=tokens, depth=depth,
-                                  temperature=temperature)  # fmt: skip
+                                  temperature=temperature, lanes=lanes)  # fmt: skip
             self.budget.take("KV cache", session.kv.nbytes, "ask for fewer tokens")
             self._session = session
         return self._session
@@ -153,9 +214,13 @@ class Engine:
                 shown = len(text)
 
 
-def _until(pieces: Iterator[list[int]], ends: int | list[int] | None) -> Iterator[list[int]]:
+def _ends(told: int | list[int] | None) -> frozenset[int]:
+    """Tokens that end a text, as a config names them."""
+    return frozenset({told} if isinstance(told, int) else told or ())
+
+
+def _until(pieces: Iterator[list[int]], ends: frozenset[int]) -> Iterator[list[int]]:
     """Pieces up to the first of `ends`, which is kept."""
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
     for piece in pieces:
         stop = next((place for place, token in enumerate(piece) if token in ends), None)
         yield piece if stop is None else piece[: stop + 1]

@@ -143,7 +143,7 @@ def _dense_bytes(engine: Engine) -> int:
     """Everything but routed experts: all weights once, but of the embedding only a row, and the context's cache entries."""
     decoder, session = engine.weights.decoder, engine._session
     weights = {tensor.data_ptr(): tensor.nbytes for tensor in tensors_of((decoder.layers, decoder.norm, decoder.head))}
-    cached = sum(part[:PASS_POSITION].nbytes for part in (*session.kv.keys, *session.kv.values))
+    cached = sum(part[:, :PASS_POSITION].nbytes for part in (*session.kv.keys, *session.kv.values))
     return sum(weights.values()) + cached
 
 

@@ -12,7 +12,7 @@ The host waits for the device once a round, to read the accepted tokens, and whi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from specter_lab.engine.decoder import NOT_NOW
 from specter_lab.engine.experts import ExpertMemory
 from specter_lab.engine.served import Uses
 from specter_lab.engine.session import Session
@@ -60,12 +61,12 @@ class Meter:
     counters: dict[str, int] = field(default_factory=dict)
 
     def add_round(
-        self, depth: int, accepted: int, uses: Uses, read_through_bytes: int, h2d_bytes: int, seconds: float
+        self, drafted: int, accepted: int, tokens: int, uses: Uses, read_through_bytes: int, h2d_bytes: int, seconds: float
     ) -> None:  # fmt: skip
         self.rounds += 1
-        self.drafted += depth
+        self.drafted += drafted
         self.accepted += accepted
-        self.tokens += accepted + 1
+        self.tokens += tokens
         self.needed += uses.needed
         self.hits += uses.hits
         self.by_host += uses.by_host
@@ -116,41 +117,79 @@ def decode(
         generator: of sampling, on the device; unused when the session is greedy.
         on_round: told of every round's routing and work, outside the time that is measured.
     """
-    session.begin(prompt)
-    session.target_experts.end_pass(np.empty((len(memory.slots.count), 0, memory.shape.top_k), np.int64))
-    done, copied = 0, memory.h2d_bytes
-    memory.watch.wait()
-    memory.watch.start()
+    begin(session, memory, prompt)
+    done = 0
     while done < new_tokens:
         k = min(depth.next_depth(), session.depth)
         session.prepare(k)
-        began = time.perf_counter()
-        session.draw(generator, k)
-        routed = propose(session, memory, prefetcher, k)
-        with memory.watch.stretch("compute", "verify"):
-            verified = session.verify(k, prefetcher.rest(memory.clock()))
-        memory.watch.wait()  # the round's one wait for what it computes
-        accepted, committed = verified.committed()
-        meter.add_waited(*verified.waited.tolist())
-        uses = session.target_experts.end_pass(verified.used.numpy())
-        spans = memory.watch.ended()
-        meter.add_spans(spans)
-        elapsed = time.perf_counter() - began
-        depth.observe(k, accepted, elapsed * 1e3)
-        meter.add_round(
-            k, accepted, uses, uses.read_through * memory.host[0, 0].nbytes, memory.h2d_bytes - copied, elapsed
-        )
+        played = play_round(session, memory, prefetcher, k, [k], [generator], meter)
+        ((accepted, committed),) = played.committed
+        depth.observe(k, accepted, played.seconds * 1e3)
         if on_round is not None:
-            on_round(RoundRouting(accepted, *routed.first(k), verified.used.numpy().copy()), spans)
-        done, copied = done + len(committed), memory.h2d_bytes
+            on_round(RoundRouting(accepted, *played.routed.first(k), played.used), played.spans)
+        done += len(committed)
         yield committed
     meter.counters |= memory.counters
 
 
-def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, depth: int) -> _Routing:
-    """Draft `depth` tokens into the session's window; while a step runs, plan with the routing of the one before."""
+def begin(session: Session, memory: ExpertMemory, prompt: Tensor, lane: int = 0) -> None:
+    """Read a prompt [P] into a lane."""
+    session.begin(prompt, lane)
+    session.target_experts.end_pass(np.empty((len(memory.slots.count), 0, memory.shape.top_k), np.int64))
+    memory.watch.wait()
+    memory.watch.start()
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a round brought."""
+
+    committed: list[tuple[int, list[int]]]  # per lane: drafted tokens accepted, and tokens added
+    routed: Routing  # of the draft
+    used: np.ndarray  # [L, B (K + 1), k] by the target, tokens that do not count left out
+    spans: list[Span]
+    seconds: float
+
+
+def play_round(
+    session: Session, memory: ExpertMemory, prefetcher: Prefetcher, k: int, depths: Sequence[int],
+    generators: Sequence[Generator | None], meter: Meter,
+) -> Played:  # fmt: skip
+    """Draft `k` tokens, verify, accept: one round of every lane.
+
+    Args:
+        depths: [B] drafted tokens of each lane that count, at most k; NO_REQUEST for a free lane.
+        generators: [B] of sampling, on the device; unused when the session is greedy.
+    """
+    began, copied = time.perf_counter(), memory.h2d_bytes
+    session.draw(generators, k)
+    routed = propose(session, memory, prefetcher, k)
+    with memory.watch.stretch("compute", "verify"):
+        verified = session.verify(k, prefetcher.rest(memory.clock()))
+    memory.watch.wait()  # the round's one wait for what it computes
+    committed, used = verified.committed(), counting(verified.used.numpy())
+    meter.add_waited(*verified.waited.tolist())
+    uses = session.target_experts.end_pass(used)
+    spans = memory.watch.ended()
+    meter.add_spans(spans)
+    elapsed = time.perf_counter() - began
+    meter.add_round(
+        sum(max(0, depth) for depth in depths), sum(accepted for accepted, _ in committed), sum(len(new) for _, new in committed),
+        uses, uses.read_through * memory.host[0, 0].nbytes, memory.h2d_bytes - copied, elapsed,
+    )  # fmt: skip
+    return Played(committed, routed, used, spans, elapsed)
+
+
+def counting(used: np.ndarray) -> np.ndarray:
+    """Experts [L, T, k] of the tokens that count."""
+    return used[:, used[0, :, 0] != NOT_NOW]
+
+
+def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, depth: int) -> Routing:
+    """Draft `depth` tokens into the session's windows; while a step runs, plan with the routing of the one before: of all
+    lanes together."""
     memory.load(prefetcher.begin(memory.slots, depth, memory.clock()))
-    routed = _Routing(session)
+    routed = Routing(session)
     for step in range(depth):
         with memory.watch.stretch("compute", "draft step"):
             session.draft_step()
@@ -163,7 +202,7 @@ def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, dept
     return routed
 
 
-def plan(memory: ExpertMemory, prefetcher: Prefetcher, routed: _Routing, step: int) -> None:
+def plan(memory: ExpertMemory, prefetcher: Prefetcher, routed: Routing, step: int) -> None:
     """Let the policy learn the routing of draft step 1..K, and begin the copies it wants."""
     experts, weights = routed.of(step - 1)
     prefetcher.observe_step(routed.step_ms)
@@ -172,7 +211,7 @@ def plan(memory: ExpertMemory, prefetcher: Prefetcher, routed: _Routing, step: i
     prefetcher.observe_copy(memory.h2d_bytes - copied, copies * memory.transport.copy_ms)
 
 
-class _Routing:
+class Routing:
     """The draft's routing on its way to the host, one step at a time."""
 
     def __init__(self, session: Session) -> None:
@@ -189,13 +228,15 @@ class _Routing:
             self._events[step].record()
 
     def of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Experts and weights of one step, [1, L, k] each."""
+        """Experts and weights of one step, [B, L, k] each, of lanes that drafted."""
         if self._events:
             self._events[step].synchronize()
         now = time.perf_counter()
         self._since, self.step_ms = now, (now - self._since) * 1e3
-        return self._experts[step : step + 1].numpy(), self._weights[step : step + 1].numpy()
+        experts, weights = self._experts[step].numpy(), self._weights[step].numpy()
+        drafted = experts[:, 0, 0] != NOT_NOW
+        return experts[drafted], weights[drafted]
 
     def first(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of what the first steps used, [K, L, k] each."""
-        return self._experts[:steps].numpy().copy(), self._weights[:steps].numpy().copy()
+        """Copies of what the first steps of the first lane used, [K, L, k] each."""
+        return self._experts[:steps, 0].numpy().copy(), self._weights[:steps, 0].numpy().copy()

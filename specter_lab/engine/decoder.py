@@ -17,6 +17,7 @@ from specter_lab.engine.ops import Ops
 from specter_lab.engine.rotary import rotary_table
 from specter_lab.engine.shape import Shape
 
+NOT_NOW = -1  # an index that no kernel computes
 # (number of the MoE layer, x [T, H], indices [T, k], weights [T, k]) -> [T, H]
 Experts = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -76,14 +77,14 @@ class Decoder:
 
 @dataclass(frozen=True)
 class KvCache:
-    """Static keys and values of one request; what lies beyond the committed length is scratch.
+    """Static keys and values of B requests, a lane each; what lies beyond a lane's committed length is scratch.
 
     The draft writes its own keys and values behind the committed ones, verification overwrites them: so only the target's
     ever become part of the prefix, and a roll-back is a smaller number (Specter: target-authoritative state).
     """
 
-    keys: Sequence[Tensor]  # per layer [S, KV heads, D]
-    values: Sequence[Tensor]  # per layer [S, KV heads, D_v]
+    keys: Sequence[Tensor]  # per layer [B, S, KV heads, D]
+    values: Sequence[Tensor]  # per layer [B, S, KV heads, D_v]
     cos: Tensor  # [S, rotary / 2] float32, of every position's rotary angles
     sin: Tensor  # [S, rotary / 2]
 
@@ -91,12 +92,21 @@ class KvCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values, self.cos, self.sin))
 
+    @property
+    def max_tokens(self) -> int:
+        return self.keys[0].shape[1]
 
-def new_kv_cache(shape: Shape, max_tokens: int, like: Tensor) -> KvCache:
-    """An empty cache for `max_tokens` tokens, on the device and in the type of `like`."""
+    def lane(self, number: int) -> KvCache:
+        """One request's part, the same memory."""
+        keys, values = ([part[number : number + 1] for part in parts] for parts in (self.keys, self.values))
+        return KvCache(keys, values, self.cos, self.sin)
+
+
+def new_kv_cache(shape: Shape, max_tokens: int, like: Tensor, lanes: int = 1) -> KvCache:
+    """An empty cache for `lanes` requests of `max_tokens` tokens, on the device and in the type of `like`."""
     heads = shape.kv_heads
-    keys = [like.new_zeros(max_tokens, heads, shape.key_dim) for _ in range(shape.layers)]
-    values = [like.new_zeros(max_tokens, heads, shape.value_dim) for _ in range(shape.layers)]
+    keys = [like.new_zeros(lanes, max_tokens, heads, shape.key_dim) for _ in range(shape.layers)]
+    values = [like.new_zeros(lanes, max_tokens, heads, shape.value_dim) for _ in range(shape.layers)]
     return KvCache(keys, values, *rotary_table(shape, max_tokens, like.device))
 
 
@@ -109,17 +119,21 @@ class Passed:
     weights: Tensor  # [L, T, k] float32
 
 
-def forward(decoder: Decoder, ids: Tensor, position: Tensor, kv: KvCache, experts: Experts, ops: Ops) -> Passed:
-    """Tokens ids [T] at position, position + 1, ... of a request whose earlier ones lie in `kv`.
+def forward(
+    decoder: Decoder, ids: Tensor, position: Tensor, kv: KvCache, experts: Experts, ops: Ops, live: Tensor | None = None
+) -> Passed:
+    """Tokens ids [T] of B requests whose earlier ones lie in `kv`: T / B of the first, at its position, position + 1, ...,
+    then as many of the second.
 
     Args:
-        position: [1] int64 on the device, tokens before these.
+        position: [B] int64 on the device, tokens of each request before these.
         experts: computes the routed experts of a layer.
+        live: [T] which tokens count; the others use no routed experts (NOT_NOW in `indices`), and their results mean nothing.
     """
     shape, eps = decoder.shape, decoder.shape.norm_eps
     routed = (len(shape.moe_layers), len(ids), shape.top_k)
     indices, weights = ids.new_empty(routed), ids.new_empty(routed, dtype=torch.float32)  # [L, T, k]
-    moe = 0
+    moe, dead = 0, None if live is None else ~live[:, None]
     x = decoder.embedding[ids]  # [T, H]
     h = ops.norm(x, decoder.layers[0].attention_norm, eps)
     for number, layer in enumerate(decoder.layers):
@@ -131,6 +145,8 @@ def forward(decoder: Decoder, ids: Tensor, position: Tensor, kv: KvCache, expert
             x, h = ops.add_norm(x, ops.linear(act, mlp.down), norm_after, eps)
             continue
         ops.route(shape, rest[:, : mlp.experts], indices[moe], weights[moe])
+        if dead is not None:
+            indices[moe].masked_fill_(dead, NOT_NOW)
         shared = ops.linear(act, mlp.down) if mlp.down else None  # asks for its weights while the router runs
         y = experts(moe, h, indices[moe], weights[moe])
         x, h = ops.add_norm(x, y, norm_after, eps, shared, rest[:, mlp.experts :])

@@ -15,9 +15,10 @@ from torch.nn.functional import silu
 
 from specter_lab.compress import grid
 from specter_lab.compress.int4 import Int4Bank, unpack_bank
+from specter_lab.engine.decoder import NOT_NOW
 from specter_lab.engine.experts import ExpertMemory
 
-NOT_NOW = -1  # an index that no kernel computes
+MOST_TOKENS = 64  # of one launch (`kernels.routes`); results do not depend on the cut
 
 
 def new_parts(x: Tensor, indices: Tensor) -> Tensor:
@@ -34,7 +35,9 @@ def compute(memory: ExpertMemory, layer: int, x: Tensor, indices: Tensor, weight
         from specter_lab.engine.kernels import grouped_gemm
 
         slab = memory.device.data_ptr(), memory.device.data_ptr() + memory.device.nbytes
-        grouped_gemm.expert_parts(x, indices, weights, memory.table[layer], memory.shape.expert_width, parts, slab=slab)
+        cut = (part.split(MOST_TOKENS) for part in (x, indices, weights, parts))
+        for some in zip(*cut):
+            grouped_gemm.expert_parts(*some[:3], memory.table[layer], memory.shape.expert_width, some[3], slab=slab)
     else:
         pair_outputs(x, indices, weights, lambda e: memory.pieces(memory.block(layer, e)), parts)
 
@@ -47,8 +50,8 @@ def combine(parts: Tensor, indices: Tensor, num_experts: int, dtype: torch.dtype
         out = torch.empty(len(parts), parts.shape[2], dtype=dtype, device=parts.device)
         return routes.combine(parts.flatten(0, 1), indices, num_experts, out)
     total = torch.zeros_like(parts[:, 0])
-    for choice in range(parts.shape[1]):
-        total = total + parts[:, choice]
+    for choice, computed in enumerate((indices >= 0).unbind(1)):
+        total = total + torch.where(computed[:, None], parts[:, choice], 0.0)
     return total.to(dtype)
 
 

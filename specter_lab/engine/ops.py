@@ -93,10 +93,16 @@ class TorchOps:
         return rotary.rotate_and_store(shape, entry, expanded, keys, values, table, position)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float) -> Tensor:
-        """q [T, heads, D] over caches [S, KV heads, D]; token t sees the first position + t + 1 entries."""
+        """q [T, heads, D] over caches [B, S, KV heads, D], T / B tokens of each request in turn; its token t sees the first
+        position + t + 1 entries."""
+        if len(position) > 1:
+            lanes = zip(q.chunk(len(position)), k.split(1), v.split(1), position.split(1))
+            return torch.cat([self.attend(*lane, scale) for lane in lanes])
+        k, v = k[0], v[0]
         tokens, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
         if self.by_row and tokens > 1:
-            return torch.cat([self.attend(q[t : t + 1], k, v, position + t, scale) for t in range(tokens)])
+            rows = (self.attend(q[t : t + 1], k[None], v[None], position + t, scale) for t in range(tokens))
+            return torch.cat(list(rows))
         wide_q = q.float().view(tokens, kv_heads, heads // kv_heads, -1)
         scores = torch.einsum("tghd,sgd->tghs", wide_q, k.float()) * scale
         visible = torch.arange(len(k), device=q.device) <= position + torch.arange(tokens, device=q.device)[:, None]

@@ -20,20 +20,21 @@ def rotary_table(shape: Shape, positions: int, device: torch.device) -> Table:
 def rotate_and_store(
     shape: Shape, entry: Tensor, expanded: Tensor | None, keys: Tensor, values: Tensor, table: Table, position: Tensor
 ) -> Tensor:  # fmt: skip
-    """Rotate queries and keys of T new tokens and write keys and values into the cache behind the first `position`.
+    """Rotate queries and keys of T new tokens, T / B of each request in turn, and write keys and values behind its others.
 
     Args:
         entry: [T, N] rows of q, k, v; with latent attention of q and the compressed keys and values.
         expanded: [T, heads * (key without rotary + value)] with latent attention.
-        keys: [S, KV heads, D], written.
-        values: [S, KV heads, D_v], written.
-        position: [1] int64 on the device, tokens before these.
+        keys: [B, S, KV heads, D], written.
+        values: [B, S, KV heads, D_v], written.
+        position: [B] int64 on the device, tokens of each request before these.
 
     Returns:
         Rotated queries [T, heads, D], contiguous.
     """
     tokens, queries = len(entry), shape.heads * shape.key_dim
-    positions = position + torch.arange(tokens, device=entry.device)  # [T]
+    lane, place = lanes_and_places(tokens, position)
+    positions = position[lane] + place  # [T]
     rotation = tuple(part[positions][:, None] for part in table)  # [T, 1, rotary / 2]
     q, rest = entry[:, :queries].view(tokens, shape.heads, shape.key_dim), entry[:, queries:]
     if shape.latent:
@@ -46,9 +47,16 @@ def rotate_and_store(
         k, v = rest.split([shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim], dim=1)
         k, v = (part.unflatten(1, (shape.kv_heads, -1)) for part in (k, v))
         k, q = _rotate_halves(k, rotation), _rotate_halves(q, rotation)
-    keys.index_copy_(0, positions, k)
-    values.index_copy_(0, positions, v)
+    keys[lane, positions] = k
+    values[lane, positions] = v
     return q.contiguous()
+
+
+def lanes_and_places(tokens: int, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each of T tokens its request, and how many of it come before: [T] each."""
+    number = torch.arange(tokens, device=position.device)
+    each = max(1, tokens // len(position))
+    return number // each, number % each
 
 
 def _rotate_halves(x: Tensor, rotation: Table) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from specter_lab.engine import expert_math
-from specter_lab.engine.expert_math import NOT_NOW
+from specter_lab.engine.decoder import NOT_NOW
 from specter_lab.engine.experts import MISS, ExpertMemory
 from specter_lab.engine.graphs import Launch, host_work
 from specter_lab.engine.host_experts import HostExperts
@@ -162,7 +162,8 @@ class OnDemand:
         memory.watch.wait()  # the layer's routing has reached the host
         memory.settled()
         used, runs = staged.indices[0].numpy(), 0
-        ready, missing = begin_layer(slots, layer, used)
+        counts = used[used[:, 0] != NOT_NOW]  # not those of free lanes
+        ready, missing = begin_layer(slots, layer, counts)
         self._needed, self._hits = self._needed + len(ready) + len(missing), self._hits + len(ready)
         by_host = self.host.share(missing) if self.host else np.zeros(len(missing), np.bool_)
         own, missing, half = missing[by_host], missing[~by_host], max(1, int(slots.count[layer]) // 2)
@@ -185,7 +186,7 @@ class OnDemand:
             memory.after_compute()  # whoever was computed may be overwritten
         if len(own):  # last, for nothing above waits: the device has its work meanwhile
             self.host.compute(layer, own, staged.x, used, staged.weights, parts)
-        memory.load(self.prefetcher.verifying(layer, used, memory.clock()))
+        memory.load(self.prefetcher.verifying(layer, counts, memory.clock()))
 
     def _staging(self, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:
         key = tuple(indices.shape)
@@ -203,7 +204,10 @@ class Staging(NamedTuple):
 
     def only(self, run: int, experts: np.ndarray) -> None:
         """Run `run` computes these experts alone."""
-        used, chosen = self.indices[0].numpy(), np.zeros(len(self.indices), np.bool_)
+        used, chosen = (
+            self.indices[0].numpy(),
+            np.zeros(len(self.indices), np.bool_),
+        )  # NOT_NOW meets the last, which is no expert
         chosen[experts] = True
         self.indices[run].numpy()[:] = np.where(chosen[used], used, NOT_NOW)
 

@@ -1,12 +1,13 @@
-"""One request in flight: the buffers a round reads and writes, and the two passes it is made of.
+"""Requests in flight, a lane each: the buffers a round reads and writes, and the two passes it is made of.
 
 Everything a pass reads lies in buffers of fixed address, so that on a GPU each pass is captured once (`graphs`) and then only
-replayed; on a CPU the same functions are called.
+replayed; on a CPU the same functions are called. So requests come and go without anything being compiled or captured: a lane's
+depth is a number in a buffer, -1 where no request is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -23,24 +24,27 @@ from specter_lab.plan.policy import NO_LOADS, Loads
 
 PREFILL_TOKENS = 32  # read in one pass
 DRAFT = "draft"  # the name of its graph
+NO_REQUEST = -1  # depth of a lane that is free
 
 
 class Verified(NamedTuple):
     """What a verification tells the host; on a GPU it is there once the stream has come so far."""
 
-    told: Tensor  # [K + 2] on the host: accepted, the K drafted tokens, the token that follows the accepted ones
-    used: Tensor  # [L, K + 1, k] on the host: experts of every token
+    told: Tensor  # [B, K + 2] on the host: accepted, the K drafted tokens, the token that follows the accepted ones
+    used: Tensor  # [L, B (K + 1), k] on the host: experts of every token, NOT_NOW of those that do not count
     waited: Tensor  # [2] on the host, see `experts.ExpertMemory.waited`
 
-    def committed(self) -> tuple[int, list[int]]:
-        """How many drafted tokens were accepted, and the tokens that this round adds."""
-        accepted, *drafted, last = self.told.tolist()
-        return accepted, [*drafted[:accepted], last]
+    def committed(self) -> list[tuple[int, list[int]]]:
+        """How many drafted tokens each lane accepted, and the tokens that this round adds; a free lane adds none."""
+        found = []
+        for accepted, *drafted, last in self.told.tolist():
+            found.append((accepted, [*drafted[:accepted], last]) if accepted >= 0 else (0, []))
+        return found
 
 
 @dataclass
 class Session:
-    """Buffers of one request."""
+    """Buffers of B requests."""
 
     decoder: Decoder
     draft_experts: Experts
@@ -48,34 +52,43 @@ class Session:
     ops: Ops
     temperature: float
     kv: KvCache
-    position: Tensor  # [1] int64, committed tokens but the last
+    position: Tensor  # [B] int64, committed tokens but the last
+    depths: Tensor  # [B] int64, drafted tokens that count in this round; NO_REQUEST: a free lane
     step: Tensor  # [1] int64, tokens drafted so far
-    window: Tensor  # [K + 1] int64, the last committed token and the drafted ones; K is the deepest window
-    q: Tensor  # [K, V] float32, distributions the drafted tokens were drawn from
-    drafted: Tensor  # [K, L, k] experts the draft used
-    drafted_weights: Tensor  # [K, L, k]
-    draws: Tensor  # [3, K + 1] float64 in [0, 1): one row for drafting, one for accepting, one for what follows
+    window: Tensor  # [B, K + 1] int64, the last committed token and the drafted ones; K is the deepest window
+    q: Tensor  # [B, K, V] float32, distributions the drafted tokens were drawn from
+    drafted: Tensor  # [K, B, L, k] experts the draft used
+    drafted_weights: Tensor  # [K, B, L, k]
+    draws: Tensor  # [3, B, K + 1] float64 in [0, 1): one part for drafting, one for accepting, one for what follows
     graphs: dict[object, Callable[[], object]] = field(default_factory=dict)  # DRAFT, and verification by depth
+
+    @property
+    def lanes(self) -> int:
+        return len(self.window)
 
     @property
     def depth(self) -> int:
         """Of the deepest window."""
-        return len(self.window) - 1
+        return self.window.shape[1] - 1
 
-    def begin(self, prompt: Tensor) -> None:
-        """Read a prompt [P]; its last token begins the first window."""
-        self.position.zero_()
+    def begin(self, prompt: Tensor, lane: int = 0) -> None:
+        """Read a prompt [P] into a lane; its last token begins the first window."""
+        position, kv = self.position[lane : lane + 1].zero_(), self.kv.lane(lane)
         self.step.zero_()
         for piece in prompt[:-1].split(PREFILL_TOKENS):
-            self.target_experts.run(partial(self._read, piece))
-            self.position += len(piece)
-        self.window[:1] = prompt[-1:]
+            self.target_experts.run(partial(forward, self.decoder, piece, position, kv, self.target_experts, self.ops))
+            position += len(piece)
+        self.window[lane, :1] = prompt[-1:]
 
-    def draw(self, generator: Generator, depth: int) -> None:
-        """Fresh random numbers for a round of this depth, however deep the session's windows may be; greedy decoding needs none."""
-        if self.temperature != GREEDY:
-            size, like = (len(self.draws), depth + 1), {"device": self.draws.device, "dtype": self.draws.dtype}
-            self.draws[:, : depth + 1] = torch.rand(size, generator=generator, **like)
+    def draw(self, generators: Sequence[Generator | None], depth: int) -> None:
+        """Fresh random numbers for a round of this depth, however deep the session's windows may be, of each lane's own
+        generator; greedy decoding needs none."""
+        if self.temperature == GREEDY:
+            return
+        size, like = (len(self.draws), depth + 1), {"device": self.draws.device, "dtype": self.draws.dtype}
+        for lane, generator in enumerate(generators):
+            if generator is not None:
+                self.draws[:, lane, : depth + 1] = torch.rand(size, generator=generator, **like)
 
     def prepare(self, depth: int) -> None:
         """Capture what a round of this depth needs, so that no round is slowed by it."""
@@ -85,11 +98,11 @@ class Session:
             self.target_experts.run(lambda: self._pass(depth, partial(self._verify, depth)))  # capturing runs it once
 
     def draft_step(self) -> None:
-        """Draft one token after `window[step]`."""
+        """Draft one token after `window[:, step]`."""
         self._pass(DRAFT, self._draft_step)()
 
     def verify(self, depth: int, loads: Loads = NO_LOADS) -> Verified:
-        """Read the window of `depth` drafted tokens, accept, and begin the next window; the position moves on.
+        """Read the windows of `depth` drafted tokens, accept, and begin the next windows; positions move on.
 
         Args:
             loads: experts to copy for it, those of early layers first.
@@ -98,36 +111,37 @@ class Session:
         launch = self._pass(depth, partial(self._verify, depth))
         return self.target_experts.run(launch, loads, captured=self.window.is_cuda)
 
-    def _read(self, ids: Tensor) -> None:
-        forward(self.decoder, ids, self.position, self.kv, self.target_experts, self.ops)
-
     def _draft_step(self) -> None:
-        token = self.window.index_select(0, self.step)
-        passed = forward(self.decoder, token, self.position + self.step, self.kv, self.draft_experts, self.ops)
-        q = distribution(passed.logits, self.temperature)  # [1, V]
+        tokens = self.window.index_select(1, self.step).flatten()  # [B]
+        live = self.depths > self.step if self.lanes > 1 else None
+        passed = forward(self.decoder, tokens, self.position + self.step, self.kv, self.draft_experts, self.ops, live)
+        q = distribution(passed.logits, self.temperature)  # [B, V]
         drawn = (
-            invert(q, self.draws[:1].index_select(1, self.step)).view(1)
+            invert(q, self.draws[0].index_select(1, self.step))
             if self.temperature
-            else passed.logits.argmax(-1)
-        )
-        self.window.index_copy_(0, self.step + 1, drawn)
-        self.q.index_copy_(0, self.step, q)
-        self.drafted.index_copy_(0, self.step, passed.indices.transpose(0, 1))
-        self.drafted_weights.index_copy_(0, self.step, passed.weights.transpose(0, 1))
+            else passed.logits.argmax(-1, keepdim=True)
+        )  # [B, 1]
+        self.window.index_copy_(1, self.step + 1, drawn)
+        self.q.index_copy_(1, self.step, q[:, None])
+        self.drafted.index_copy_(0, self.step, passed.indices.transpose(0, 1)[None])
+        self.drafted_weights.index_copy_(0, self.step, passed.weights.transpose(0, 1)[None])
         self.step += 1
 
     def _verify(self, depth: int) -> Verified:
-        passed = forward(self.decoder, self.window[: depth + 1], self.position, self.kv, self.target_experts, self.ops)
-        p, drafted = distribution(passed.logits, self.temperature), self.window[1 : depth + 1]
+        tokens, one = self.window[:, : depth + 1].flatten(), self.lanes == 1
+        live = None if one else (torch.arange(depth + 1, device=tokens.device) <= self.depths[:, None]).flatten()
+        passed = forward(self.decoder, tokens, self.position, self.kv, self.target_experts, self.ops, live)
+        p = distribution(passed.logits, self.temperature).unflatten(0, (self.lanes, -1))  # [B, K + 1, V]
+        drafted = self.window[:, 1 : depth + 1]
         accepted, last = accept_drawn(
-            drafted[None], self.q[None, :depth], p[None], self.draws[None, 1, :depth], self.draws[2:, :1]
+            drafted, self.q[:, :depth], p, self.draws[1, :, :depth], self.draws[2, :, :1], None if one else self.depths
         )
         waited = self.target_experts.memory.waited
-        told = torch.cat([accepted, drafted, last[0]])
+        told = torch.cat([accepted[:, None], drafted, last], dim=1)
         result = Verified(*(_on_host(part) for part in (told, passed.indices, waited)))
         waited.zero_()
         self.position += accepted + 1
-        self.window[:1] = last[0]
+        self.window[:, :1] = last
         self.step.zero_()
         return result
 
@@ -141,18 +155,19 @@ class Session:
 
 def new_session(
     decoder: Decoder, draft_experts: Experts, target_experts: TargetExperts, ops: Ops, *, max_tokens: int, depth: int,
-    temperature: float,
+    temperature: float, lanes: int = 1,
 ) -> Session:  # fmt: skip
-    """Buffers for up to `max_tokens` committed tokens and windows of `depth`."""
+    """Buffers for `lanes` requests of up to `max_tokens` committed tokens each, and windows of `depth`."""
     shape, like = decoder.shape, decoder.embedding
     numbers = {"device": like.device, "dtype": torch.int64}
-    routed = (max(1, depth), len(shape.moe_layers), shape.top_k)
+    routed = (max(1, depth), lanes, len(shape.moe_layers), shape.top_k)
     return Session(
-        decoder, draft_experts, target_experts, ops, temperature, new_kv_cache(shape, max_tokens + depth + 1, like),
-        position=torch.zeros(1, **numbers), step=torch.zeros(1, **numbers), window=torch.zeros(depth + 1, **numbers),
-        q=torch.zeros(max(1, depth), shape.vocab, device=like.device), drafted=torch.zeros(routed, **numbers),
+        decoder, draft_experts, target_experts, ops, temperature, new_kv_cache(shape, max_tokens + depth + 1, like, lanes),
+        position=torch.zeros(lanes, **numbers), depths=torch.full((lanes,), NO_REQUEST, **numbers),
+        step=torch.zeros(1, **numbers), window=torch.zeros(lanes, depth + 1, **numbers),
+        q=torch.zeros(lanes, max(1, depth), shape.vocab, device=like.device), drafted=torch.zeros(routed, **numbers),
         drafted_weights=torch.zeros(routed, device=like.device),
-        draws=torch.zeros(3, depth + 1, device=like.device, dtype=torch.float64),
+        draws=torch.zeros(3, lanes, depth + 1, device=like.device, dtype=torch.float64),
     )  # fmt: skip
 
 

@@ -69,11 +69,21 @@ def accept(drafted: Tensor, q: Tensor, p: Tensor, generator: Generator) -> tuple
     return accept_drawn(drafted, q, p, uniform, _uniform(len(drafted), generator))
 
 
-def accept_drawn(drafted: Tensor, q: Tensor, p: Tensor, uniform: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """`accept` with its random numbers given: one for every drafted token [B, K], and `last` [B, 1] float64."""
+def accept_drawn(
+    drafted: Tensor, q: Tensor, p: Tensor, uniform: Tensor, last: Tensor, depths: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`accept` with its random numbers given: one for every drafted token [B, K], and `last` [B, 1] float64.
+
+    Args:
+        depths: [B] drafted tokens of a row that count, -1 for a row that is not to be judged, which accepts -1; None: all count.
+    """
     p_drafted = p[:, :-1].gather(2, drafted[..., None]).squeeze(2)  # [B, K]
     q_drafted = q.gather(2, drafted[..., None]).squeeze(2)  # [B, K]
     accepted = accepted_length(uniform * q_drafted < p_drafted)
+    if depths is not None:
+        accepted = torch.minimum(accepted, depths)
+        counts = torch.arange(q.shape[1], device=q.device) < depths[:, None]  # [B, K]
+        q = q * counts[..., None]
     p_next = at(p, accepted)  # [B, V]
     residual = (p_next - at(with_nothing_after(q), accepted)).clamp_min(0)
     no_residual = residual.sum(dim=-1, keepdim=True) == 0  # p = q up to rounding

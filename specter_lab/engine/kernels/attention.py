@@ -23,16 +23,25 @@ _LOG2E = 1.4426950408889634
 
 @triton.jit
 def _attend(
-    q, k, v, out, position, parts, stats, arrivals, tokens, heads, factor,
-    k_stride_s, k_stride_h, v_stride_s, v_stride_h,
+    q, k, v, out, position, parts, stats, arrivals, tokens, tiles_each, heads, factor,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()  # before the wait: the next kernel asks for its weights meanwhile
         gdc_wait()
-    cut, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context = tl.load(position).to(tl.int32)  # tokens before the new ones
+    cut, kv_head, lane, tile = (
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.program_id(2) // tiles_each,
+        tl.program_id(2) % tiles_each,
+    )
+    context = tl.load(position + lane).to(tl.int32)  # tokens of this request before the new ones
+    k += lane.to(tl.int64) * k_stride_b
+    v += lane.to(tl.int64) * v_stride_b
+    q += lane * tokens * heads * DIM
+    out += lane * tokens * heads * DIM_V
     length = context + tokens
     cuts = (length + CUT - 1) // CUT
     if cut >= cuts:
@@ -73,7 +82,7 @@ def _attend(
     good = row_good[:, None] & (dv < DIM_V)[None, :]
     if cuts > 1:
         tiles = tl.num_programs(1) * tl.num_programs(2)
-        own = kv_head * tl.num_programs(2) + tile
+        own = kv_head * tl.num_programs(2) + tl.program_id(2)
         rows = own * QUERIES + tl.arange(0, QUERIES)
         cut_rows = tiles * QUERIES
         tl.store(parts + (cut * cut_rows + rows)[:, None].to(tl.int64) * BLOCK_V + dv[None, :], acc)
@@ -101,14 +110,14 @@ def _attend(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float, arrivals: Tensor) -> Tensor:
-    """Causal attention of T new tokens, whose keys and values are in the cache already.
+    """Causal attention of T new tokens, T / B of each request in turn, whose keys and values are in the cache already.
 
     Args:
-        q: [T, heads, D] bfloat16, contiguous; token t stands at position `position` + t and sees itself.
-        k: [S, KV heads, D] bfloat16 cache, any strides but a contiguous last dimension; heads is a multiple of its
+        q: [T, heads, D] bfloat16, contiguous; a request's token t stands at its position + t and sees itself.
+        k: [B, S, KV heads, D] bfloat16 cache, any strides but a contiguous last dimension; heads is a multiple of its
             heads. Reads stop at the context's end, so the rest may hold anything finite or not.
-        v: [S, KV heads, D_v] cache.
-        position: integer on the device, number of tokens before the new ones; at most S - T.
+        v: [B, S, KV heads, D_v] cache.
+        position: [B] integers on the device, tokens of each request before the new ones; at most S - T / B.
         scale: factor on the scores before the softmax.
         arrivals: counters of this stream (`dense.new_arrivals`).
 
@@ -118,14 +127,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float, arri
     Raises:
         ValueError: wrong layout, or too few counters.
     """
-    (tokens, heads, dim), (size, kv_heads, _), dim_v = q.shape, k.shape, v.shape[2]
-    if heads % kv_heads or not q.is_contiguous() or k.stride(2) != 1 or v.stride(2) != 1:
-        raise ValueError(f"{heads} heads on {kv_heads} KV heads, or a layout that is not contiguous")
+    (tokens, heads, dim), (lanes, size, kv_heads, _), dim_v = q.shape, k.shape, v.shape[3]
+    if heads % kv_heads or tokens % lanes or not q.is_contiguous() or k.stride(3) != 1 or v.stride(3) != 1:
+        raise ValueError(f"{tokens} tokens of {lanes} requests, {heads} heads on {kv_heads} KV heads, or a layout that is not contiguous")  # fmt: skip
     out = torch.empty(tokens, heads, dim_v, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
     group, pdl = heads // kv_heads, overlaps_launches(q.device)
-    grid = (triton.cdiv(size, _CUT), kv_heads, triton.cdiv(tokens * group, _QUERIES))
+    tiles_each = triton.cdiv(tokens // lanes * group, _QUERIES)
+    grid = (triton.cdiv(size, _CUT), kv_heads, lanes * tiles_each)
     if grid[1] * grid[2] > arrivals.shape[0]:
         raise ValueError(f"{grid[1] * grid[2]} tiles need as many counters, {arrivals.shape[0]} given")
     block_v = max(16, triton.next_power_of_2(dim_v))
@@ -133,8 +143,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float, arri
     parts = torch.empty(rows, block_v, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, 2, dtype=torch.float32, device=q.device)  # largest score, sum of shares
     _attend[grid](
-        q, k, v, out, position, parts, stats, arrivals, tokens, heads, scale * _LOG2E,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), GROUP=group, DIM=dim,
+        q, k, v, out, position, parts, stats, arrivals, tokens // lanes, tiles_each, heads, scale * _LOG2E,
+        *k.stride()[:3], *v.stride()[:3], GROUP=group, DIM=dim,
         BLOCK_D=max(16, triton.next_power_of_2(dim)), DIM_V=dim_v, BLOCK_V=block_v, QUERIES=_QUERIES,
         KEYS=_KEYS, CUT=_CUT, PDL=pdl, num_warps=4, num_stages=2, launch_pdl=pdl,
     )  # fmt: skip

@@ -44,15 +44,16 @@ def _rotated(source, cos, sin, half, HALF: tl.constexpr, PAIRS: tl.constexpr):
 @triton.jit
 def _rotate_and_store(
     q, q_row, q_head, k, k_row, k_head, turning, turning_row, turning_head, v, v_row, v_head,
-    out, keys, values, cos, sin, position, heads, key_stride_s, key_stride_h, value_stride_s, value_stride_h,
-    plain, half, value_dim, PLAIN: tl.constexpr, HALF: tl.constexpr, VALUE: tl.constexpr, PAIRS: tl.constexpr,
+    out, keys, values, cos, sin, position, each, heads, key_stride_b, key_stride_s, key_stride_h,
+    value_stride_b, value_stride_s, value_stride_h, plain, half, value_dim, PLAIN: tl.constexpr, HALF: tl.constexpr, VALUE: tl.constexpr, PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()  # before the wait: the next kernels ask for their weights meanwhile
         gdc_wait()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.load(position).to(tl.int64) + token
+    lane = token // each
+    place = tl.load(position + lane).to(tl.int64) + token % each
     cos += place * half
     sin += place * half
     if head < heads:
@@ -63,10 +64,11 @@ def _rotate_and_store(
         head -= heads
         still = k + token * k_row + head * k_head
         source = turning + token * turning_row + head * turning_head
-        target = keys + place * key_stride_s + head * key_stride_h
+        target = keys + lane * key_stride_b + place * key_stride_s + head * key_stride_h
         d = tl.arange(0, VALUE)
         value = tl.load(v + token * v_row + head * v_head + d, mask=d < value_dim, other=0.0)
-        tl.store(values + place * value_stride_s + head * value_stride_h + d, value, mask=d < value_dim)
+        value_of = values + lane * value_stride_b + place * value_stride_s + head * value_stride_h
+        tl.store(value_of + d, value, mask=d < value_dim)
     if PLAIN > 0:
         d = tl.arange(0, PLAIN)
         tl.store(target + d, tl.load(still + d, mask=d < plain, other=0.0), mask=d < plain)
@@ -79,17 +81,17 @@ def rotate_and_store(
     q: HeadSource, k: HeadSource, turning: HeadSource, v: HeadSource, keys: Tensor, values: Tensor,
     table: tuple[Tensor, Tensor], position: Tensor, *, heads: int, pairs: bool,
 ) -> Tensor:  # fmt: skip
-    """Rotate the queries and keys of T new tokens, and write keys and values behind the cache's first `position`.
+    """Rotate the queries and keys of T new tokens, T / B of each request in turn, and write keys and values behind its others.
 
     Args:
         q: queries, D elements a head of which the last are turned.
         k: elements of keys that are not turned.
         turning: elements of keys that are, which come after the others in the cache.
         v: values.
-        keys: [S, KV heads, D] cache, last dimension contiguous; written.
-        values: [S, KV heads, D_v] cache; written.
+        keys: [B, S, KV heads, D] cache, last dimension contiguous; written.
+        values: [B, S, KV heads, D_v] cache; written.
         table: cosine and sine of every position's angles, [S, R / 2] float32 and contiguous; R elements turn.
-        position: integer on the device, tokens before the new ones; at most S - T.
+        position: [B] integers on the device, tokens of each request before the new ones; at most S - T / B.
         heads: of the queries.
         pairs: element 2 i turns with element 2 i + 1, else element i with element i + R / 2.
 
@@ -97,13 +99,13 @@ def rotate_and_store(
         Rotated queries [T, heads, D], contiguous.
     """
     tokens, (cos, sin) = len(q.rows), table
-    (_, kv_heads, key_dim), value_dim, half = keys.shape, values.shape[2], cos.shape[1]
+    (lanes, _, kv_heads, key_dim), value_dim, half = keys.shape, values.shape[3], cos.shape[1]
     plain, pdl = key_dim - 2 * half, overlaps_launches(keys.device)
     out = torch.empty(tokens, heads, key_dim, dtype=q.rows.dtype, device=keys.device)
     if tokens:
         _rotate_and_store[(tokens, heads + kv_heads)](
-            *q.arguments, *k.arguments, *turning.arguments, *v.arguments, out, keys, values, cos, sin, position, heads,
-            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), plain, half, value_dim,
+            *q.arguments, *k.arguments, *turning.arguments, *v.arguments, out, keys, values, cos, sin, position,
+            tokens // lanes, heads, *keys.stride()[:3], *values.stride()[:3], plain, half, value_dim,
             PLAIN=triton.next_power_of_2(plain) if plain else 0, HALF=triton.next_power_of_2(half),
             VALUE=triton.next_power_of_2(value_dim), PAIRS=pairs, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip

@@ -23,7 +23,7 @@ def arrivals():
 def run(q, k, v, position, scale, arrivals):
     from specter_lab.engine.kernels.attention import attend
 
-    return attend(q.cuda(), k.cuda(), v.cuda(), torch.tensor([position], device="cuda"), scale, arrivals)
+    return attend(q.cuda(), k.cuda()[None], v.cuda()[None], torch.tensor([position], device="cuda"), scale, arrivals)
 
 
 def cache(size, heads, dim, used, heads_first=False):
@@ -67,10 +67,25 @@ def test_a_row_does_not_depend_on_the_others(heads, kv_heads, dim, position, arr
             assert torch.equal(alone, together[first : first + size]), (size, first)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 16, 128), (32, 8, 128), (16, 16, 192)])
+@pytest.mark.parametrize("each", [1, 9])
+def test_requests_do_not_see_each_other(heads, kv_heads, dim, each, arrivals):
+    from specter_lab.engine.kernels.attention import attend
+
+    positions = (0, 700, 63, 255, 256)
+    q = normal(len(positions) * each, heads, dim)
+    k, v = (torch.stack([cache(1000, kv_heads, d, p + each) for p in positions]) for d in (dim, 128))
+    place = torch.tensor(positions, device="cuda")
+    together = attend(q.cuda(), k.cuda(), v.cuda(), place, 0.1, arrivals)
+    for lane, position in enumerate(positions):
+        mine = slice(lane * each, (lane + 1) * each)
+        assert torch.equal(run(q[mine].clone(), k[lane], v[lane], position, 0.1, arrivals), together[mine])
+
+
 def test_a_graph_follows_the_position(arrivals):
     from specter_lab.engine.kernels.attention import attend
 
-    q, k, v = (t.cuda() for t in (normal(9, 8, 64), normal(1024, 8, 64), normal(1024, 8, 64)))
+    q, k, v = (t.cuda() for t in (normal(9, 8, 64), normal(1, 1024, 8, 64), normal(1, 1024, 8, 64)))
     position = torch.tensor([5], device="cuda")
     attend(q, k, v, position, 0.125, arrivals)
     graph = torch.cuda.CUDAGraph()
@@ -79,5 +94,5 @@ def test_a_graph_follows_the_position(arrivals):
     for place in (0, 600, 250, 247, 1015):
         position.fill_(place)
         graph.replay()
-        expected = reference.attend(q.cpu(), k.cpu(), v.cpu(), place, 0.125)
+        expected = reference.attend(q.cpu(), k[0].cpu(), v[0].cpu(), place, 0.125)
         assert relative_error(out, expected) < TOLERANCE

@@ -32,18 +32,18 @@ def rows_of(shape, tokens):
     return entry, normal(tokens, shape.heads * (shape.key_dim - shape.rotary_dim + shape.value_dim))
 
 
-def new_cache(shape, device="cpu"):
-    keys = torch.zeros(POSITIONS, shape.kv_heads, shape.key_dim, dtype=torch.bfloat16, device=device)
-    values = torch.zeros(POSITIONS, shape.kv_heads, shape.value_dim, dtype=torch.bfloat16, device=device)
+def new_cache(shape, device="cpu", lanes=1):
+    keys = torch.zeros(lanes, POSITIONS, shape.kv_heads, shape.key_dim, dtype=torch.bfloat16, device=device)
+    values = torch.zeros(lanes, POSITIONS, shape.kv_heads, shape.value_dim, dtype=torch.bfloat16, device=device)
     table = rotary.rotary_table(shape, POSITIONS, torch.device("cpu"))
     return keys, values, tuple(part.to(device) for part in table)
 
 
-def run(shape, entry, expanded, cache, position):
+def run(shape, entry, expanded, cache, *positions):
     from specter_lab.engine.kernel_ops import KernelOps
 
     moved = None if expanded is None else expanded.cuda()
-    place = torch.tensor([position], device="cuda")
+    place = torch.tensor(positions, device="cuda")
     return KernelOps(None).rotate_and_store(shape, entry.cuda(), moved, *cache, place)
 
 
@@ -58,7 +58,7 @@ def test_it_is_torchs(shape, position, tokens):
         for found, wanted in ((q, expected), (there[0], here[0]), (there[1], here[1])):
             assert relative_error(found, wanted) < 1e-3
     for found in there[:2]:
-        assert not found[:position].any() and not found[position + tokens :].any()
+        assert not found[0, :position].any() and not found[0, position + tokens :].any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -72,3 +72,15 @@ def test_a_row_does_not_depend_on_the_others(shape):
             q = run(shape, entry[part], None if expanded is None else expanded[part], alone, 100 + first)
             assert torch.equal(q, together[part])
         assert all(torch.equal(a, b) for a, b in zip(alone[:2], cache[:2]))
+
+
+@pytest.mark.parametrize("each", [1, 9])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_requests_have_places_of_their_own(shape, each):
+    positions = (0, 567, 5)
+    entry, expanded = rows_of(shape, len(positions) * each)
+    there, here = new_cache(shape, "cuda", 3), new_cache(shape, lanes=3)
+    q = run(shape, entry, expanded, there, *positions)
+    expected = rotary.rotate_and_store(shape, entry, expanded, *here, torch.tensor(positions))
+    for found, wanted in ((q, expected), (there[0], here[0]), (there[1], here[1])):
+        assert relative_error(found, wanted) < 1e-3

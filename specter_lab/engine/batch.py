@@ -1,0 +1,96 @@
+"""Continuous batching: requests come and go lane by lane, and every round drafts, prefetches and verifies for all of them.
+
+    while anybody waits or writes:
+        free lanes take the requests that wait         # each prompt is read by itself
+        propose, one lookahead merged over the lanes   # as deep as the deepest lane wants
+        verify; every lane accepts for itself          # and rolls back by itself: its position is a number
+
+A layer's missing experts cross the link once for all lanes: that is what a batch saves where the link limits (Specter, section 6).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from specter_lab.engine.decode import Meter, begin, play_round
+from specter_lab.engine.experts import ExpertMemory
+from specter_lab.engine.session import NO_REQUEST, Session
+from specter_lab.plan.depth_control import DepthController
+from specter_lab.plan.policy import Prefetcher
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to be written."""
+
+    ids: Tensor  # [P] prompt, P at least 2
+    new_tokens: int
+    depth: DepthController  # of this request alone
+    generator: Generator | None = None  # of sampling, on the device
+    ends: frozenset[int] = frozenset()  # tokens that end it
+
+
+class Piece(NamedTuple):
+    """What a round added to one request."""
+
+    request: int
+    tokens: list[int]
+    is_last: bool
+    seconds: float  # since the batch began
+
+
+@dataclass
+class _Lane:
+    """A request that is being written."""
+
+    number: int
+    request: Request
+    left: int
+    drafting: int = 0  # its depth in this round
+
+    def cut(self, committed: Sequence[int]) -> tuple[list[int], bool]:
+        """As many of them as it may still write, and whether that was all."""
+        tokens = list(committed[: self.left])
+        end = next((place for place, token in enumerate(tokens) if token in self.request.ends), None)
+        if end is not None:
+            tokens = tokens[: end + 1]
+        self.left -= len(tokens)
+        return tokens, end is not None or self.left == 0
+
+
+def decode_batch(
+    session: Session, memory: ExpertMemory, prefetcher: Prefetcher, requests: Iterable[Request], meter: Meter
+) -> Iterator[Piece]:
+    """Write all requests, at most `session.lanes` at a time, in the order in which they are given."""
+    waiting = deque(_Lane(number, each, each.new_tokens) for number, each in enumerate(requests))
+    lanes: list[_Lane | None] = [None] * session.lanes
+    since = time.perf_counter()
+    while waiting or any(lanes):
+        for place in range(session.lanes):
+            if lanes[place] is None and waiting:
+                lanes[place] = waiting.popleft()
+                begin(session, memory, lanes[place].request.ids, place)
+        for lane in filter(None, lanes):
+            lane.drafting = min(lane.request.depth.next_depth(), session.depth)
+        depths = [NO_REQUEST if lane is None else lane.drafting for lane in lanes]
+        session.depths.copy_(torch.tensor(depths))
+        session.prepare(max(depths))
+        generators = [lane and lane.request.generator for lane in lanes]
+        played = play_round(session, memory, prefetcher, max(depths), depths, generators, meter)
+        now = time.perf_counter() - since
+        for place, (accepted, committed) in enumerate(played.committed):
+            if (lane := lanes[place]) is None:
+                continue
+            lane.request.depth.observe(lane.drafting, accepted, played.seconds * 1e3)
+            tokens, is_last = lane.cut(committed)
+            if is_last:
+                lanes[place] = None
+            yield Piece(lane.number, tokens, is_last, now)
+    meter.counters |= memory.counters

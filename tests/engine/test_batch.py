@@ -1,0 +1,96 @@
+"""A batch writes what each request would write alone, whoever joins and leaves beside it."""
+
+import pytest
+import torch
+
+from specter_lab.engine import api
+from specter_lab.errors import UserError
+from tests.engine.test_engine import DEVICES, MODELS, engine_of
+
+TEXTS = (
+    "The old man walked",
+    "def main():\n    return",
+    "Once upon a time there was a king who",
+    "2 + 2 =",
+    "- No!\n- Yes",
+)
+
+
+def prompts_of(engine: api.Engine) -> list[torch.Tensor]:
+    return [torch.tensor(engine.tokenizer(text)["input_ids"]) for text in TEXTS]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["paper", "fast"])
+@pytest.mark.parametrize("model", MODELS)
+def test_greedy_texts_are_those_of_each_alone(model, mode, device):
+    """Four requests of unequal lengths and depths over two lanes."""
+    engine = engine_of(model, 6, device, mode=mode)
+    prompts, limits, depths = prompts_of(engine)[:4], (7, 2, 12, 1), (3, 0, 5, None)
+    found = engine.generate_batch(prompts, limits, depth=depths, lanes=2, ignore_eos=True)
+    for ids, limit, text in zip(prompts, limits, found):
+        assert torch.equal(text, engine.generate(ids, limit, depth=0, ignore_eos=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_samples_are_those_of_each_alone(device):
+    engine = engine_of("qwen-nano", 6, device, mode="paper")
+    prompts = prompts_of(engine)[:3]
+    found = engine.generate_batch(prompts, 8, temperature=1.0, depth=4, seed=7, lanes=2)
+    for number, (ids, text) in enumerate(zip(prompts, found)):
+        assert torch.equal(text, engine.generate(ids, 8, temperature=1.0, depth=4, seed=7 + number))
+
+
+def test_a_shallow_lane_beside_a_deep_one_keeps_its_depth():
+    engine = engine_of("qwen-nano", 6, mode="paper")
+    engine.generate_batch(prompts_of(engine)[:2], 12, depth=(1, 8), lanes=2, ignore_eos=True)
+    together = engine.stats.drafted, engine.stats.accepted
+    alone = []
+    for ids, depth in zip(prompts_of(engine)[:2], (1, 8)):
+        engine.stats = api.Meter()
+        engine.generate(ids, 12, depth=depth, ignore_eos=True)
+        alone.append((engine.stats.drafted, engine.stats.accepted))
+    assert together == tuple(map(sum, zip(*alone)))
+
+
+def test_lanes_share_what_is_missing():
+    """Five copies of a prompt need the experts of one."""
+    engine = engine_of("qwen-nano", 8, mode="paper", policy="lru")
+    ids = prompts_of(engine)[0]
+    engine.generate(ids, 12, ignore_eos=True)
+    alone, engine.stats = engine.stats, api.Meter()
+    engine.generate_batch([ids] * 5, 12, ignore_eos=True)
+    assert engine.stats.tokens == 5 * alone.tokens and engine.stats.needed == alone.needed
+    assert engine.stats.rounds == alone.rounds
+
+
+def test_pieces_come_as_they_are_written_and_text_gives_text():
+    engine = engine_of("qwen-nano", 6)
+    pieces = list(engine.generate_batch(TEXTS[:3], 10, depth=2, lanes=2, stream=True, ignore_eos=True))
+    assert [piece.request for piece in pieces if piece.is_last] and {piece.request for piece in pieces} == {0, 1, 2}
+    assert all(sum(len(p.tokens) for p in pieces if p.request == number) == 10 for number in range(3))
+    assert [p.seconds for p in pieces] == sorted(p.seconds for p in pieces)
+    texts = engine.generate_batch(TEXTS[:3], 10, depth=2, lanes=2, ignore_eos=True)
+    assert texts == [engine.generate(text, 10, depth=2, ignore_eos=True) for text in TEXTS[:3]]
+
+
+def test_an_end_token_frees_its_lane(monkeypatch):
+    engine = engine_of("qwen-nano", 6, mode="paper")
+    prompts = prompts_of(engine)[:3]
+    expected = [engine.generate(ids, 12, depth=0, ignore_eos=True)[0, len(ids) :].tolist() for ids in prompts]
+    end = expected[0][4]
+    monkeypatch.setattr(engine.weights.config, "eos_token_id", end)
+    found = engine.generate_batch(prompts, 12, depth=3, lanes=2)
+    for ids, text, whole in zip(prompts, found, expected):
+        cut = whole[: whole.index(end) + 1] if end in whole else whole
+        assert text[0, len(ids) :].tolist() == cut
+
+
+def test_what_cannot_be():
+    engine = engine_of("qwen-nano", 6)
+    with pytest.raises(UserError, match="at least one prompt and one lane"):
+        engine.generate_batch([])
+    with pytest.raises(UserError, match="32 windows of 9 are more"):
+        engine.generate_batch(list(TEXTS) * 10, depth=8)
+    with pytest.raises(UserError, match="at least 2 tokens"):
+        engine.generate_batch([torch.tensor([5])])
