@@ -6,7 +6,7 @@ import torch
 
 from specter_lab.engine.bench import Pass
 from specter_lab.engine.weights import load_weights
-from specter_lab.experiments.specter import engine, engine_machine, engine_runs
+from specter_lab.experiments.specter import engine, engine_batch, engine_machine, engine_runs, measured
 from specter_lab.experiments.specter.engine_tables import limits
 from specter_lab.plan.hardware import read_profile
 from specter_lab.plan.replay import Replay
@@ -31,6 +31,11 @@ def rows():
         patch.setattr(engine_runs, "EXACT_TOKENS", 8)
         patch.setattr(engine_runs, "_prompts", lambda *_: prompts)
         found += engine_runs.exact_rows("qwen-nano", "", 0)
+        batch = {"BATCHES": (1, 2, 3), "FEWEST_REQUESTS": 2, "USUAL_TOKENS": 10, "BATCHED": ("specter", "specmoeoff")}
+        for name, value in batch.items():
+            patch.setattr(engine_batch, name, value)
+        for name in engine_batch.BATCHED:
+            found += engine_batch.of_system(weights, "qwen-nano", name, 15, [*prompts.values()] * 2, 0)
     found += [{"by": "pass", "item": item, "measured_ms": 1.5, "floor_ms": 1.0} for item in ("draft step", "verify 9")]
     found += [{"by": "peer", "item": "slow", "measured_ms_per_token": 900.0, "n_tokens": 4, "title": "slow 1.0"}]
     return pd.DataFrame(found).assign(model="qwen-nano", family="qwen", original="Qwen1.5-MoE-A2.7B")
@@ -67,6 +72,19 @@ def test_claims_and_figure(rows):
     assert 0 < found["specter-engine/compute-share"].value < 1
     assert len(limits(rows)) == 2 * 10
     assert len(engine.plot(rows).axes) == 2
+
+
+def test_batches(rows):
+    found = rows[rows["by"] == "batch"]
+    assert set(found.groupby("item").size()) == {3} and set(found["item"]) == {"specter", "specmoeoff"}
+    assert (found["n_tokens"] == 10 * found["n_requests"]).all()
+    alone = found[found["batch"] == 1]
+    assert (found["n_rounds"].to_numpy().reshape(-1, 3)[:, 2] < 2 * alone["n_rounds"].to_numpy()).all()
+    assert len(measured.batches(rows)) == len(found)
+    inflation, over = engine_batch.claims(rows)
+    assert inflation.value > 0 and over.value > 0 and "B = 3 over B = 1" in inflation.note and "B = 2" in over.note
+    none, _ = engine_batch.claims(rows[rows["by"] != "batch"])
+    assert none.value is None
 
 
 def test_parts_spoilt_plans_and_one_round(rows):

@@ -15,7 +15,8 @@ import pandas as pd
 from specter_lab.errors import NotTrained
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured, need_gpu
-from specter_lab.experiments.specter import routing
+from specter_lab.experiments.specter import engine_batch, routing
+from specter_lab.experiments.specter.engine_batch import batch_rows
 from specter_lab.experiments.specter.engine_figure import plot
 from specter_lab.experiments.specter.engine_machine import DRAFT_STEP
 from specter_lab.experiments.specter.engine_runs import ALL_SETS, ONLINE, SHARED, exact_rows, system_rows
@@ -37,6 +38,7 @@ def run(context: Context) -> pd.DataFrame:
         pass       one pass with everything resident, beside its floor
         exact      bitwise equality of greedy text
         system     a system, by budget, prompt set and repeat
+        batch      a system with many requests at a time
         part       paper mode without some of its parts, and fast mode without prefetch
         precision  both modes with spoilt plans
         work       one round of a system on its streams
@@ -58,6 +60,7 @@ def run(context: Context) -> pd.DataFrame:
         for what, function, cost in (
             ("same tokens", exact_rows, 1.0),
             ("systems", system_rows, 9.0),
+            ("batches", batch_rows, 3.0),
             ("peers", peer_rows, 2.0),
         )
     ]
@@ -80,7 +83,15 @@ def _present(context: Context) -> list[str]:
 
 def claims(rows: pd.DataFrame) -> list[Measured]:
     """Speed-ups over cells of model, budget and prompt set; the rest over settings, all prompt sets together."""
-    return [*_speedups(rows), *_limits(rows), _compute_share(rows), *_passes(rows), _simulator(rows), *_exact(rows)]
+    one_request = [
+        *_speedups(rows),
+        *_limits(rows),
+        _compute_share(rows),
+        *_passes(rows),
+        _simulator(rows),
+        *_exact(rows),
+    ]
+    return [*one_request, *engine_batch.claims(rows)]
 
 
 def _speedups(rows: pd.DataFrame) -> list[Measured]:
