@@ -39,6 +39,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of prompt and text together (default: the model's)",
     )
+    add(group, "--lanes", type=positive, default=1, metavar="N",
+        help="requests written together (default: 1); in fast mode as many as 64 tokens' windows hold")  # fmt: skip
     add(group, "--max-waiting", type=whole, default=8, metavar="N",
         help="requests that may wait; one more is told 429 (default: 8)")  # fmt: skip
     add(
@@ -78,7 +80,7 @@ def run(options: argparse.Namespace) -> Answer:
         print(json.dumps(data) if options.json else f"{served.name} at {url} (Ctrl-C stops)", file=out, flush=True)
 
     ended_by = serve(served, host=options.host, port=options.port, api_key=options.api_key, origins=options.allow_origin,
-                     limits=Limits(options.max_tokens, options.max_waiting), on_start=started)  # fmt: skip
+                     limits=Limits(options.max_tokens, options.max_waiting, options.lanes), on_start=started)  # fmt: skip
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
     return Answer(None)
@@ -87,12 +89,12 @@ def run(options: argparse.Namespace) -> Answer:
 COMMAND = Command(
     "serve", "OpenAI's completions and chat protocol over one model",
     "specter-lab serve qwen-nano                           # http://127.0.0.1:8000/v1, no key\n"
-    "specter-lab serve path/to/checkpoint --expert-budget 12GiB --max-waiting 2\n"
+    "specter-lab serve path/to/checkpoint --expert-budget 12GiB --mode paper --lanes 8\n"
     f"{KEY}=... specter-lab serve qwen-nano --host 0.0.0.0\n"
     "curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\\n"
     "     -d '{\"model\": \"qwen-nano\", \"prompt\": \"The old man\", \"stream\": true}'",
     arguments, run, names=lambda: {"policies": policies()},
     description="Serves /v1/models, /v1/completions and /v1/chat/completions, whole or streamed, with stop, seed, temperature, "
                 "max_tokens and usage; parameters that it cannot honour are refused, not ignored. One request is written at a "
-                "time, the others wait in line; one whose client hangs up is dropped after its round.",
+                "time, or --lanes of them together, the others wait in line; one whose client hangs up is dropped after its round.",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specter_lab.engine.arena import Budget
-from specter_lab.engine.batch import Piece, Request, decode_batch
+from specter_lab.engine.batch import Piece, Request, Take, decode_batch, in_order
 from specter_lab.engine.decode import Meter, OnRound, decode
 from specter_lab.engine.expert_math import MOST_TOKENS, DraftExperts
 from specter_lab.engine.experts import ExpertMemory, new_expert_memory
@@ -97,59 +97,70 @@ class Engine:
         return self.tokenizer.decode(new) if of_text else torch.cat([ids.cpu(), torch.tensor(new)])[None]
 
     def generate_batch(
-        self, prompts: Sequence[str | Tensor], max_new_tokens: int | Sequence[int] = 128, *, temperature: float = 0.0,
-        depth: int | None | Sequence[int | None] = None, seed: int = 0, lanes: int = MAX_LANES, stream: bool = False,
-        ignore_eos: bool = False,
+        self, prompts: Sequence[str | Tensor], max_new_tokens: int | Sequence[int] = 128, *,
+        temperature: float | Sequence[float] = 0.0, depth: int | None | Sequence[int | None] = None, seed: int = 0,
+        lanes: int = MAX_LANES, stream: bool = False, ignore_eos: bool = False,
     ) -> list[str] | list[Tensor] | Iterator[Piece]:  # fmt: skip
         """Continue many prompts, at most `lanes` at a time; each gives what `generate` gives for it alone.
 
         Args:
             prompts: texts, or token ids [P] each.
-            max_new_tokens: of all, or of each.
-            depth: drafted tokens per round, of all or of each; None: the policy's, or chosen online from what its rounds take.
+            max_new_tokens: of all, or of each; so are temperature and depth.
+            depth: drafted tokens per round; None: the policy's, or chosen online from what a request's rounds take.
             seed: of the first prompt's samples; the next one has the next.
-            stream: yield `batch.Piece` as they are committed, and return nothing else.
+            stream: yield (number of the prompt, its new tokens) round by round, and return nothing else.
 
         Raises:
             UserError: as `generate`; no lanes; or fast mode with windows of more than 64 tokens over all lanes.
         """
-        count, config_ends = len(prompts), self.weights.config.eos_token_id
-        limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        depths = [
-            self.depth if each is None else each
-            for each in ([depth] * count if depth is None or isinstance(depth, int) else depth)
-        ]
-        for each in depths:
-            self.check_depth(each)
-        of_text = bool(count) and isinstance(prompts[0], str)
-        ids = [self._ids(prompt) for prompt in prompts]
-        deepest = max((MAX_DEPTH if each is None else each for each in depths), default=0)
-        lanes = min(lanes, count)
-        if lanes < 1:
+        limits, warmths, depths = (_of_each(value, len(prompts)) for value in (max_new_tokens, temperature, depth))
+        if not prompts or lanes < 1:
             raise UserError("a batch needs at least one prompt and one lane")
-        if isinstance(self.target, ReadThrough) and lanes * (deepest + 1) > MOST_TOKENS:
-            raise UserError(f"in fast mode kernels read missing experts once for every {MOST_TOKENS} tokens, and {lanes} windows of "
-                            f"{deepest + 1} are more: use mode 'paper' or 'shared', or fewer lanes")  # fmt: skip
-        room = max((len(each) + limit for each, limit in zip(ids, limits)), default=0)
+        ends = frozenset() if ignore_eos else _ends(self.weights.config.eos_token_id)
         requests = [
-            Request(each, limit, OnlineDepth(MAX_DEPTH) if k is None else FixedDepth(k),
-                    Generator(self.device).manual_seed(seed + n) if temperature else None,
-                    frozenset() if ignore_eos else _ends(config_ends))
-            for n, (each, limit, k) in enumerate(zip(ids, limits, depths))
-        ]  # fmt: skip
-        pieces = self._batch(requests, self._session_for(room, deepest, temperature, lanes))
+            self.request(self._ids(prompt), limit, temperature=warmth, depth=k, seed=seed + number, ends=ends)
+            for number, (prompt, limit, warmth, k) in enumerate(zip(prompts, limits, warmths, depths))
+        ]
+        room, lanes = max(len(each.ids) + each.new_tokens for each in requests), min(lanes, len(requests))
+        deepest = max(map(self.deepest, depths))
+        self.check_lanes(lanes, deepest)
+        session = self.session_for(room, deepest, warmths[0] if len(set(warmths)) == 1 else None, lanes)
+        pieces, numbers = self.batch(session, in_order(requests)), {id(each): n for n, each in enumerate(requests)}
         if stream:
-            return pieces
-        new: list[list[int]] = [[] for _ in prompts]
+            return ((numbers[id(piece.request)], piece.tokens) for piece in pieces)
+        new: list[list[int]] = [[] for _ in requests]
         for piece in pieces:
-            new[piece.request] += piece.tokens
-        if of_text:
+            new[numbers[id(piece.request)]] += piece.tokens
+        if isinstance(prompts[0], str):
             return [self.tokenizer.decode(tokens) for tokens in new]
-        return [torch.cat([each.cpu(), torch.tensor(tokens)])[None] for each, tokens in zip(ids, new)]
+        return [torch.cat([each.ids.cpu(), torch.tensor(tokens)])[None] for each, tokens in zip(requests, new)]
 
-    def _batch(self, requests: Sequence[Request], session: Session) -> Iterator[Piece]:
+    def request(
+        self, ids: Tensor, new_tokens: int, *, temperature: float, depth: int | None, seed: int, ends: frozenset[int],
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> Request:  # fmt: skip
+        """A request of a batch; arguments as `generate_batch`'s and `batch.Request`'s."""
+        self.check_depth(depth)
+        k = self.depth if depth is None else depth
+        control = OnlineDepth(MAX_DEPTH) if k is None else FixedDepth(k)
+        generator = Generator(self.device).manual_seed(seed) if temperature else None
+        return Request(ids, new_tokens, control, temperature, generator, ends, wanted)
+
+    def batch(self, session: Session, take: Take) -> Iterator[Piece]:
+        """Write what `take` gives in a session of this engine."""
         with torch.inference_mode():
-            yield from decode_batch(session, self.memory, self.prefetcher, requests, self.stats)
+            yield from decode_batch(session, self.memory, self.prefetcher, take, self.stats)
+
+    def check_lanes(self, lanes: int, depth: int) -> None:
+        """Raise UserError for more lanes than the mode serves at that depth."""
+        if isinstance(self.target, ReadThrough) and lanes * (depth + 1) > MOST_TOKENS:
+            raise UserError(f"in fast mode kernels read missing experts once for every {MOST_TOKENS} tokens, and {lanes} windows of "
+                            f"{depth + 1} are more: use mode 'paper' or 'shared', or fewer lanes")  # fmt: skip
+
+    def deepest(self, depth: int | None) -> int:
+        """Drafted tokens of the deepest window of a request with that depth."""
+        k = self.depth if depth is None else depth
+        return MAX_DEPTH if k is None else k
 
     def _ids(self, prompt: str | Tensor) -> Tensor:
         """[P] on the device."""
@@ -179,7 +190,7 @@ class Engine:
     ) -> Iterator[list[int]]:
         depth = self.depth if depth is None else depth
         control: DepthController = OnlineDepth(MAX_DEPTH) if depth is None else FixedDepth(depth)
-        session = self._session_for(len(ids) + new_tokens, MAX_DEPTH if depth is None else depth, temperature)
+        session = self.session_for(len(ids) + new_tokens, MAX_DEPTH if depth is None else depth, temperature)
         generator = Generator(self.device).manual_seed(seed)
         left = new_tokens
         with torch.inference_mode():
@@ -189,10 +200,11 @@ class Engine:
                 yield tokens[:left]
                 left -= len(tokens)
 
-    def _session_for(self, tokens: int, depth: int, temperature: float, lanes: int = 1) -> Session:
+    def session_for(self, tokens: int, depth: int, temperature: float | None, lanes: int = 1) -> Session:
+        """Room for so many tokens of every lane; temperature None: of each lane its own."""
         kept = self._session
         fits = kept is not None and kept.kv.max_tokens > tokens + depth and kept.depth >= depth and kept.lanes == lanes
-        if not fits or kept.temperature != temperature:
+        if not fits or (None if isinstance(kept.temperature, Tensor) else kept.temperature) != temperature:
             tokens = SESSION_TOKENS * math.ceil(tokens / SESSION_TOKENS)  # the next, longer request may find it fits
             self.budget.taken.pop("KV cache", None)
             kept = self._session = None  # its memory first; and none is kept that the budget refuses
@@ -212,6 +224,11 @@ class Engine:
             if not text.endswith("\ufffd"):
                 yield text[shown:]
                 shown = len(text)
+
+
+def _of_each(value: object, count: int) -> list:
+    """`count` times the same, or one for each of them."""
+    return list(value) if isinstance(value, Sequence) else [value] * count
 
 
 def _ends(told: int | list[int] | None) -> frozenset[int]:

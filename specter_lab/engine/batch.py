@@ -10,9 +10,8 @@ A layer's missing experts cross the link once for all lanes: that is what a batc
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,31 +25,38 @@ from specter_lab.plan.depth_control import DepthController
 from specter_lab.plan.policy import Prefetcher
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """One text to be written."""
 
     ids: Tensor  # [P] prompt, P at least 2
     new_tokens: int
     depth: DepthController  # of this request alone
+    temperature: float = 0.0
     generator: Generator | None = None  # of sampling, on the device
     ends: frozenset[int] = frozenset()  # tokens that end it
+    wanted: Callable[[], bool] = lambda: (
+        True
+    )  # asked before every round; a request that nobody wants gives its lane free
+
+
+Take = Callable[
+    [bool], Request | None
+]  # the next request, or None; asked with True when no lane writes: None then ends it all
 
 
 class Piece(NamedTuple):
     """What a round added to one request."""
 
-    request: int
+    request: Request
     tokens: list[int]
     is_last: bool
-    seconds: float  # since the batch began
 
 
 @dataclass
 class _Lane:
     """A request that is being written."""
 
-    number: int
     request: Request
     left: int
     drafting: int = 0  # its depth in this round
@@ -65,18 +71,22 @@ class _Lane:
         return tokens, end is not None or self.left == 0
 
 
+def in_order(requests: Iterable[Request]) -> Take:
+    """All of them, one after the other."""
+    waiting = deque(requests)
+    return lambda idle: waiting.popleft() if waiting else None
+
+
 def decode_batch(
-    session: Session, memory: ExpertMemory, prefetcher: Prefetcher, requests: Iterable[Request], meter: Meter
+    session: Session, memory: ExpertMemory, prefetcher: Prefetcher, take: Take, meter: Meter
 ) -> Iterator[Piece]:
-    """Write all requests, at most `session.lanes` at a time, in the order in which they are given."""
-    waiting = deque(_Lane(number, each, each.new_tokens) for number, each in enumerate(requests))
+    """Write what `take` gives, at most `session.lanes` at a time; whoever reads the pieces may change who is wanted."""
     lanes: list[_Lane | None] = [None] * session.lanes
-    since = time.perf_counter()
-    while waiting or any(lanes):
-        for place in range(session.lanes):
-            if lanes[place] is None and waiting:
-                lanes[place] = waiting.popleft()
-                begin(session, memory, lanes[place].request.ids, place)
+    while True:
+        lanes = [lane if lane and lane.request.wanted() else None for lane in lanes]
+        _join(session, memory, lanes, take)
+        if not any(lanes):
+            break
         for lane in filter(None, lanes):
             lane.drafting = min(lane.request.depth.next_depth(), session.depth)
         depths = [NO_REQUEST if lane is None else lane.drafting for lane in lanes]
@@ -84,7 +94,6 @@ def decode_batch(
         session.prepare(max(depths))
         generators = [lane and lane.request.generator for lane in lanes]
         played = play_round(session, memory, prefetcher, max(depths), depths, generators, meter)
-        now = time.perf_counter() - since
         for place, (accepted, committed) in enumerate(played.committed):
             if (lane := lanes[place]) is None:
                 continue
@@ -92,5 +101,19 @@ def decode_batch(
             tokens, is_last = lane.cut(committed)
             if is_last:
                 lanes[place] = None
-            yield Piece(lane.number, tokens, is_last, now)
+            yield Piece(lane.request, tokens, is_last)
     meter.counters |= memory.counters
+
+
+def _join(session: Session, memory: ExpertMemory, lanes: list[_Lane | None], take: Take) -> None:
+    """Free lanes take requests that wait; their prompts are read."""
+    for place, lane in enumerate(lanes):
+        if lane is not None:
+            continue
+        request = take(not any(lanes))
+        if request is None:
+            return
+        if isinstance(session.temperature, Tensor):
+            session.temperature[place] = request.temperature
+        begin(session, memory, request.ids, place)
+        lanes[place] = _Lane(request, request.new_tokens)

@@ -85,7 +85,7 @@ def decode_row(engine: Engine, depth: int | None, tokens: int, repeats: int, ids
 
 def passes(engine: Engine, copy_gb_s: float, verified: Sequence[int] = VERIFIED, repeats: int = 15) -> list[Pass]:
     """One draft step and verifications of so many tokens, each beside its floor."""
-    session = engine._session_for(256, 16, 0.0)
+    session = engine.session_for(256, 16, 0.0)
     found = []
     with torch.inference_mode():
         for tokens in (0, *verified):

@@ -50,7 +50,7 @@ class Session:
     draft_experts: Experts
     target_experts: TargetExperts
     ops: Ops
-    temperature: float
+    temperature: float | Tensor  # of all, or [B] float32 of each lane
     kv: KvCache
     position: Tensor  # [B] int64, committed tokens but the last
     depths: Tensor  # [B] int64, drafted tokens that count in this round; NO_REQUEST: a free lane
@@ -71,6 +71,10 @@ class Session:
         """Of the deepest window."""
         return self.window.shape[1] - 1
 
+    @property
+    def samples(self) -> bool:
+        return isinstance(self.temperature, Tensor) or self.temperature != GREEDY
+
     def begin(self, prompt: Tensor, lane: int = 0) -> None:
         """Read a prompt [P] into a lane; its last token begins the first window."""
         position, kv = self.position[lane : lane + 1].zero_(), self.kv.lane(lane)
@@ -83,7 +87,7 @@ class Session:
     def draw(self, generators: Sequence[Generator | None], depth: int) -> None:
         """Fresh random numbers for a round of this depth, however deep the session's windows may be, of each lane's own
         generator; greedy decoding needs none."""
-        if self.temperature == GREEDY:
+        if not self.samples:
             return
         size, like = (len(self.draws), depth + 1), {"device": self.draws.device, "dtype": self.draws.dtype}
         for lane, generator in enumerate(generators):
@@ -118,7 +122,7 @@ class Session:
         q = distribution(passed.logits, self.temperature)  # [B, V]
         drawn = (
             invert(q, self.draws[0].index_select(1, self.step))
-            if self.temperature
+            if self.samples
             else passed.logits.argmax(-1, keepdim=True)
         )  # [B, 1]
         self.window.index_copy_(1, self.step + 1, drawn)
@@ -131,7 +135,10 @@ class Session:
         tokens, one = self.window[:, : depth + 1].flatten(), self.lanes == 1
         live = None if one else (torch.arange(depth + 1, device=tokens.device) <= self.depths[:, None]).flatten()
         passed = forward(self.decoder, tokens, self.position, self.kv, self.target_experts, self.ops, live)
-        p = distribution(passed.logits, self.temperature).unflatten(0, (self.lanes, -1))  # [B, K + 1, V]
+        warmth = self.temperature
+        if isinstance(warmth, Tensor):
+            warmth = warmth.repeat_interleave(depth + 1)
+        p = distribution(passed.logits, warmth).unflatten(0, (self.lanes, -1))  # [B, K + 1, V]
         drafted = self.window[:, 1 : depth + 1]
         accepted, last = accept_drawn(
             drafted, self.q[:, :depth], p, self.draws[1, :, :depth], self.draws[2, :, :1], None if one else self.depths
@@ -155,14 +162,19 @@ class Session:
 
 def new_session(
     decoder: Decoder, draft_experts: Experts, target_experts: TargetExperts, ops: Ops, *, max_tokens: int, depth: int,
-    temperature: float, lanes: int = 1,
+    temperature: float | None, lanes: int = 1,
 ) -> Session:  # fmt: skip
-    """Buffers for `lanes` requests of up to `max_tokens` committed tokens each, and windows of `depth`."""
+    """Buffers for `lanes` requests of up to `max_tokens` committed tokens each, and windows of `depth`.
+
+    Args:
+        temperature: of all; None: each lane has its own, to be set.
+    """
     shape, like = decoder.shape, decoder.embedding
     numbers = {"device": like.device, "dtype": torch.int64}
     routed = (max(1, depth), lanes, len(shape.moe_layers), shape.top_k)
     return Session(
-        decoder, draft_experts, target_experts, ops, temperature, new_kv_cache(shape, max_tokens + depth + 1, like, lanes),
+        decoder, draft_experts, target_experts, ops,
+        torch.zeros(lanes, device=like.device) if temperature is None else temperature, new_kv_cache(shape, max_tokens + depth + 1, like, lanes),
         position=torch.zeros(lanes, **numbers), depths=torch.full((lanes,), NO_REQUEST, **numbers),
         step=torch.zeros(1, **numbers), window=torch.zeros(lanes, depth + 1, **numbers),
         q=torch.zeros(lanes, max(1, depth), shape.vocab, device=like.device), drafted=torch.zeros(routed, **numbers),

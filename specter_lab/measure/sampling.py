@@ -18,8 +18,12 @@ AcceptRule = Callable[[Tensor, Tensor, Tensor, Generator], tuple[Tensor, Tensor]
 GREEDY = 0.0  # temperature
 
 
-def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Next-token probabilities of logits [..., V], float32; one-hot at temperature 0."""
+def distribution(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Next-token probabilities of logits [..., V], float32; one-hot at temperature 0. A tensor [...] has one for every row."""
+    if isinstance(temperature, Tensor):
+        warm = (temperature > GREEDY)[..., None]
+        drawn = distribution(logits / torch.where(warm, temperature[..., None], 1.0), 1.0)
+        return torch.where(warm, drawn, distribution(logits, GREEDY))
     if temperature == GREEDY:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.softmax(logits.float() / temperature, dim=-1)

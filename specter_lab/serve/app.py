@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -23,7 +22,7 @@ from specter_lab.serve.guard import Guard
 from specter_lab.serve.line import Job, Line
 from specter_lab.serve.model import Served, counted
 from specter_lab.serve.protocol import Asked, ChatAsked, CompletionAsked, Format, usage_of
-from specter_lab.serve.write import Ask, Piece, check_ask, write
+from specter_lab.serve.write import Ask, Piece, check_ask
 
 COMPLETION_TOKENS = 16  # where a completion does not say; a chat may go on to the limit
 MAX_BODY_BYTES = 2**21  # that a request may announce; one that announces nothing is cut off at twice that
@@ -37,7 +36,8 @@ class Limits:
     """What one client may ask of the others' patience."""
 
     max_tokens: int = 1024  # new ones, of a request
-    max_waiting: int = 8  # requests beside the one that is written
+    max_waiting: int = 8  # requests beside those that are written
+    lanes: int = 1  # requests that are written together
 
 
 def new_app(
@@ -67,7 +67,13 @@ def new_app(
 
     @app.get("/health")
     async def health() -> dict:
-        return {"status": "ok", "model": served.name, "requests": line.inside, "since_start": counted(served.engine)}
+        return {
+            "status": "ok",
+            "model": served.name,
+            "requests": line.inside,
+            "lanes": line.lanes,
+            "since_start": counted(served.engine),
+        }
 
     @app.get("/v1/models")
     async def models() -> dict:
@@ -151,7 +157,7 @@ def _ask(
 
 async def _respond(request: Request, served: Served, line: Line, asked: Asked, ask: Ask, *, chat: bool) -> Response:
     """Line up, wait for the first piece (so that what fails before it has its status), and answer as was asked."""
-    job = line.enter(partial(write, served, ask))
+    job = line.enter(ask)
     pieces, form = job.pieces(), Format(served.name, chat=chat)
     try:
         first = await _unless_gone(request, anext(pieces))

@@ -65,7 +65,7 @@ def through(address: tuple[str, int], model: str, tokens: int) -> Iterator[tuple
 @contextmanager
 def listening(model: Served, tokens: int) -> Iterator[tuple[str, int]]:
     """A server in a thread; yields its address."""
-    line, sock = Line(0), open_socket("127.0.0.1", 0)
+    line, sock = Line(model, 0), open_socket("127.0.0.1", 0)
     app = new_app(model, line, limits=Limits(max_tokens=tokens), api_key=None)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))

@@ -1,16 +1,23 @@
-"""One engine, requests one after the other, a bounded number waiting."""
+"""One engine, a few requests written together, a bounded number waiting.
+
+The engine has a thread of its own, the only one that touches it. It writes in batches (`engine.batch`): whoever waits joins as soon
+as a lane is free, if the lanes are long enough for it; else when all are free, and lanes are made that are.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from collections import deque
+from collections.abc import AsyncIterator
 
-from specter_lab.serve.write import Piece
+import torch
+from torch import Tensor
 
-Work = Callable[[], Iterator[Piece]]  # called and read by the engine's thread alone
+from specter_lab.engine.batch import Request
+from specter_lab.engine.session import Session
+from specter_lab.serve.model import Served
+from specter_lab.serve.write import Ask, Piece, Writer, sampling, temperature_of
 
 
 class Full(Exception):
@@ -24,7 +31,8 @@ class Closing(Exception):
 class Job:
     """A request that waits or is being written. Whoever asked reads `pieces`, and cancels it when nobody wants them."""
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
         self._arrived: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.cancelled = threading.Event()
@@ -51,29 +59,42 @@ class Job:
 
 
 class Line:
-    """Requests in the order they came; the engine has a thread of its own, the only one that touches it."""
+    """Requests in the order they came.
 
-    def __init__(self, max_waiting: int) -> None:
-        self._max_inside = max_waiting + 1
-        self._inside: set[Future] = set()
-        self._engine = ThreadPoolExecutor(1, "engine")
+    Args:
+        lanes: written together, at most.
+
+    Raises:
+        UserError: more lanes than the engine's mode serves.
+    """
+
+    def __init__(self, served: Served, max_waiting: int, lanes: int = 1) -> None:
+        self._served, self.lanes, self._max_inside = served, lanes, max_waiting + lanes
+        self._depth = served.engine.deepest(served.depth)
+        served.engine.check_lanes(lanes, self._depth)
+        self._inside: set[Job] = set()
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
         self._closing = threading.Event()
+        self._engine = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._engine.start()
 
     @property
     def inside(self) -> int:
         """Requests that wait or are being written."""
         return len(self._inside)
 
-    def enter(self, work: Work) -> Job:
+    def enter(self, ask: Ask) -> Job:
         """Line up. Raises Full or Closing."""
         if self._closing.is_set():
             raise Closing
         if self.inside >= self._max_inside:
             raise Full
-        job = Job()
-        future = self._engine.submit(self._write, job, work)
-        self._inside.add(future)
-        future.add_done_callback(self._inside.discard)
+        job = Job(ask)
+        self._inside.add(job)
+        with self._changed:
+            self._waiting.append(job)
+            self._changed.notify()
         return job
 
     def close(self) -> None:
@@ -83,22 +104,73 @@ class Line:
     def join(self) -> None:
         """Wait for the engine's thread."""
         self.close()
-        self._engine.shutdown()
+        with self._changed:
+            self._changed.notify()
+        self._engine.join()
 
-    def _write(self, job: Job, work: Work) -> None:
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing.is_set())
+            if not self._closing.is_set():
+                self._write_batch()
+        while self._waiting:
+            self._end(self._waiting.popleft(), Closing())
+
+    def _write_batch(self) -> None:
+        """Write who waits until all lanes are free and nobody fits them who waits."""
+        writing: dict[Request, tuple[Job, Writer]] = {}
         try:
-            if not self._must_stop(job):
-                with closing(work()) as pieces:
-                    for piece in pieces:
-                        job.put(piece)
-                        if piece.finish is None and self._must_stop(job):
-                            break
+            session = self._session()
+
+            def take(idle: bool) -> Request | None:
+                while self._waiting and (self._waiting[0].cancelled.is_set() or fits(session, self._waiting[0].ask)):
+                    job = self._waiting.popleft()
+                    if not job.cancelled.is_set():
+                        request = self._request(job)
+                        writing[request] = job, Writer(self._served, job.ask)
+                        return request
+                    self._end(job)
+                return None
+
+            for request, tokens, is_last in self._served.engine.batch(session, take):
+                job, writer = writing[request]
+                piece = writer.add(tokens)
+                job.put(piece)
+                if is_last and piece.finish is None:
+                    job.put(piece := writer.end())
+                if piece.finish:
+                    self._end(job)
         except BaseException as error:
-            job.put(error)
-        finally:
+            first = [self._waiting.popleft()] if not writing and self._waiting else []
+            for job in [*first, *(job for job, _ in writing.values())]:
+                self._end(job, error)
+
+    def _session(self) -> Session:
+        """For whoever is first."""
+        ask = self._waiting[0].ask
+        warmth = temperature_of(ask) if self.lanes == 1 else None
+        return self._served.engine.session_for(len(ask.ids) + ask.max_tokens, self._depth, warmth, self.lanes)
+
+    def _request(self, job: Job) -> Request:
+        engine, ask = self._served.engine, job.ask
+        ids = torch.tensor(ask.ids, device=engine.device)
+        return engine.request(ids, ask.max_tokens, ends=self._served.ends, wanted=lambda: self._wanted(job), **sampling(self._served, ask))  # fmt: skip
+
+    def _wanted(self, job: Job) -> bool:
+        if job in self._inside and (self._closing.is_set() or job.cancelled.is_set()):
+            self._end(job, Closing() if self._closing.is_set() else None)
+        return job in self._inside
+
+    def _end(self, job: Job, error: BaseException | None = None) -> None:
+        if job in self._inside:
+            self._inside.discard(job)
+            if error is not None:
+                job.put(error)
             job.put(None)
 
-    def _must_stop(self, job: Job) -> bool:
-        if self._closing.is_set():
-            job.put(Closing())
-        return self._closing.is_set() or job.cancelled.is_set()
+
+def fits(session: Session, ask: Ask) -> bool:
+    """Whether a lane is long enough, and of its temperature where the session has but one."""
+    own = isinstance(session.temperature, Tensor) or session.temperature == temperature_of(ask)
+    return own and session.kv.max_tokens > len(ask.ids) + ask.max_tokens + session.depth

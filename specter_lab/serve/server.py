@@ -44,7 +44,7 @@ def run(
     """
     check_access(host, api_key)
     listening = open_socket(host, port)
-    line = Line(limits.max_waiting)
+    line = Line(served, limits.max_waiting, limits.lanes)
     hosts = None if api_key else (*LOOPBACK_NAMES, host.lower())
     app = new_app(served, line, limits=limits, api_key=api_key, hosts=hosts, origins=origins)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_S,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
@@ -63,37 +63,54 @@ def check_sampling(ask: Ask) -> None:
         raise UserError("an empty stop text would end everything: give at least one character")
 
 
-def write(served: Served, ask: Ask) -> Iterator[Piece]:
-    """Pieces of the text as rounds commit them, the last with its reason; closing the iterator ends the work after its round.
+class Writer:
+    """One request's text, from the tokens that rounds commit. Special tokens are not shown, nor a character whose last bytes
+    never came."""
 
-    Special tokens are not shown, nor a character whose last bytes never came. One thread, from the first piece to the last.
+    def __init__(self, served: Served, ask: Ask) -> None:
+        self._ends, self._decoder, self._stop = served.ends, TokenText(served.tokenizer, ask.ids), StopText(ask.stops)
+        self._count = 0
+
+    def add(self, tokens: Sequence[int]) -> Piece:
+        """What these tokens show; with a reason, nothing may follow."""
+        text = ""
+        for token in tokens:
+            self._count += 1
+            if token in self._ends:
+                return Piece(text + self._stop.rest(), self._count, "stop")
+            text += self._stop.feed(self._decoder.feed(token))
+            if self._stop.found:
+                return Piece(text, self._count, "stop")
+        return Piece(text, self._count)
+
+    def end(self) -> Piece:
+        """There are no more tokens."""
+        return Piece(self._stop.rest(), self._count, "length")
+
+
+def write(served: Served, ask: Ask) -> Iterator[Piece]:
+    """Pieces of one text as rounds commit them, the last with its reason; closing the iterator ends the work after its round.
+
+    One thread, from the first piece to the last.
     """
-    engine, count = served.engine, 0
-    decoder, stop = TokenText(served.tokenizer, ask.ids), StopText(ask.stops)
-    rounds = engine.generate(
-        torch.tensor(ask.ids), ask.max_tokens, temperature=_temperature(ask), depth=_depth(served, ask),
-        seed=torch.seed() % 2**63 if ask.seed is None else ask.seed, stream=True, ignore_eos=True,
-    )  # fmt: skip
+    how, writer = sampling(served, ask), Writer(served, ask)
+    rounds = served.engine.generate(torch.tensor(ask.ids), ask.max_tokens, stream=True, ignore_eos=True, **how)
     with closing(rounds):
         for tokens in rounds:
-            text = ""
-            for token in tokens:
-                count += 1
-                if token in served.ends:
-                    yield Piece(text + stop.rest(), count, "stop")
-                    return
-                text += stop.feed(decoder.feed(token))
-                if stop.found:
-                    yield Piece(text, count, "stop")
-                    return
-            yield Piece(text, count)
-    yield Piece(stop.rest(), count, "length")
+            yield (piece := writer.add(tokens))
+            if piece.finish:
+                return
+    yield writer.end()
 
 
-def _temperature(ask: Ask) -> float:
-    return ask.temperature if ask.temperature >= MIN_TEMPERATURE else 0.0
-
-
-def _depth(served: Served, ask: Ask) -> int | None:
+def sampling(served: Served, ask: Ask) -> dict:
+    """Temperature, depth and seed of an ask, as the engine takes them."""
+    warmth = temperature_of(ask)
     online = served.depth is None and served.engine.depth is None
-    return SEEDED_DEPTH if online and ask.seed is not None and _temperature(ask) > 0 else served.depth
+    depth = SEEDED_DEPTH if online and ask.seed is not None and warmth > 0 else served.depth
+    return {"temperature": warmth, "depth": depth, "seed": torch.seed() % 2**63 if ask.seed is None else ask.seed}
+
+
+def temperature_of(ask: Ask) -> float:
+    """As the engine takes it."""
+    return ask.temperature if ask.temperature >= MIN_TEMPERATURE else 0.0

@@ -185,7 +185,7 @@ def test_a_prompt_of_many_passes(mode, device):
 @pytest.mark.gpu
 def test_passes_launched_one_behind_the_other():
     engine = engine_of("qwen-nano", 4, "cuda")
-    session = engine._session_for(256, 4, 0.0)
+    session = engine.session_for(256, 4, 0.0)
     with torch.inference_mode():
         session.begin(ids_of(engine).cuda())
         for _ in range(20):
@@ -213,7 +213,7 @@ def test_a_wrong_prefetcher_changes_no_token(device):
     engine = engine_of("qwen-nano", 2, device)
     ids, expected = ids_of(engine), None
     for prefetcher in (Prefetcher(), Wrong()):
-        session = engine._session_for(len(ids) + 48, 6, 0.0)
+        session = engine.session_for(len(ids) + 48, 6, 0.0)
         with torch.inference_mode():
             rounds = decode(session, engine.memory, prefetcher, FixedDepth(6), ids.to(device), new_tokens=48,
                             generator=torch.Generator(device), meter=Meter())  # fmt: skip

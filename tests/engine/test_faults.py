@@ -74,7 +74,7 @@ def test_a_thousand_bad_rounds(mode, device, monkeypatch):
         prefetcher = Saboteur(seed)
         if mode == "paper":
             engine.target.prefetcher = prefetcher
-        session = engine._session_for(200, 4, 0.0)
+        session = engine.session_for(200, 4, 0.0)
         for _ in range(2 if device == "cpu" else 10):
             with torch.inference_mode():
                 pieces = decode(session, engine.memory, prefetcher, FixedDepth(int(seed % 5)), ids.to(device), new_tokens=160,
