@@ -1,8 +1,13 @@
 """Fixtures for all tests: an output folder of their own, and no GPU tests where there is no GPU."""
 
+import os
+
 import pytest
 
 from specter_lab import paths
+
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; torch is not imported yet
 
 
 @pytest.fixture

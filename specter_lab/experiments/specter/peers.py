@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
+import tempfile
 import time
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from specter_lab import paths
 from specter_lab.experiments import jobs
-from specter_lab.experiments.installed import NOT_INSTALLED, found
-from specter_lab.experiments.specter import routing
+from specter_lab.experiments.installed import NOT_INSTALLED, found, output_of
+from specter_lab.experiments.specter import peer_llama, routing
 from specter_lab.experiments.specter.setting import BUDGETS, priced_as, slots_of
+from specter_lab.models.anatomy import Anatomy
 from specter_lab.models.load import shown_name
 from specter_lab.models.originals import config_for
 from specter_lab.plan.budget import gpu_bytes
@@ -24,7 +31,8 @@ from specter_lab.plan.step_costs import StepCosts
 
 NEW_TOKENS, PROMPT_TOKENS = 4, 16
 ACCELERATE = "transformers + Accelerate"
-NOT_TRIED = {"llama.cpp": "llama-bench", "vLLM": "vllm", "MoE-Infinity": "moe_infinity"}  # and what to look for
+VLLM, MOE_INFINITY = "vLLM", "MoE-Infinity"
+TIMEOUT_S = 900
 
 
 def peer_rows(model: str, digest: str, seed: int) -> jobs.Rows:
@@ -34,26 +42,22 @@ def peer_rows(model: str, digest: str, seed: int) -> jobs.Rows:
     slots = int(slots_of(model, family)["high"])
     scene = Scene(StepCosts(anatomy, read_profile(PAPERS_GPU)), slots, BUDGETS[family].depth)
     on_gpu = gpu_bytes(find_policy("specter"), scene, np.full(anatomy.moe_layers, slots))
+    folder = paths.CACHE / "peers"
+    folder.mkdir(parents=True, exist_ok=True)
     rows = [
         accelerate_row(anatomy.name, on_gpu),
-        *(_absent(name, looked_for) for name, looked_for in NOT_TRIED.items()),
+        *peer_llama.rows(anatomy.name, anatomy, on_gpu, folder),
+        {"by": "peer", "item": VLLM} | vllm(anatomy, on_gpu, folder),
+        {"by": "peer", "item": MOE_INFINITY} | moe_infinity(anatomy.name, on_gpu, folder),
     ]
     return [{"model": shown_name(model), "family": family, "original": anatomy.name} | row for row in rows]
 
 
 def accelerate_row(original: str, gpu_bytes: int) -> dict:
-    """Layers that do not fit stay in host memory and cross the link whenever they compute.
-
-    Every weight is the same number: layer offload moves a layer whatever it holds.
-    """
+    """Layers that do not fit stay in host memory and cross the link whenever they compute."""
     from accelerate import dispatch_model, infer_auto_device_map
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_for(original), dtype=torch.bfloat16)
-    model.to_empty(device="cpu").eval()
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.fill_(0.01)
-    model.tie_weights()
+    model = constant_model(original)
     places = infer_auto_device_map(
         model, {0: gpu_bytes, "cpu": 2**50}, no_split_module_classes=list(model._no_split_modules), dtype=torch.bfloat16
     )
@@ -74,8 +78,53 @@ def accelerate_row(original: str, gpu_bytes: int) -> dict:
     }  # fmt: skip
 
 
-def _absent(name: str, looked_for: str) -> dict:
-    """A row that says why a peer was not run."""
-    here = found(looked_for)
-    why = f"not run: {here} is installed, but there is no launcher for it yet" if here else NOT_INSTALLED
-    return {"by": "peer", "item": name, "title": why}
+def vllm(anatomy: Anatomy, gpu_bytes: int, folder: Path) -> dict:
+    """vLLM with random weights; what exceeds the GPU's share stays in host memory and is read over the link."""
+    if found("vllm") is None:
+        return {"title": NOT_INSTALLED}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        config_for(anatomy.name).save_pretrained(scratch)
+        told = Path(scratch) / "told.json"
+        offloaded_gb = (anatomy.moe_layers * anatomy.num_experts * anatomy.expert_bytes - gpu_bytes) / 2**30
+        command = [
+            "vllm", "bench", "latency", "--model", scratch, "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16",
+            "--cpu-offload-gb", f"{max(0.0, offloaded_gb):.1f}", "--input-len", str(PROMPT_TOKENS), "--output-len", str(NEW_TOKENS),
+            "--batch-size", "1", "--num-iters", "3", "--num-iters-warmup", "1", "--output-json", str(told),
+        ]  # fmt: skip
+        done = output_of(command, TIMEOUT_S)
+        if isinstance(done, str):
+            return {"title": done}
+        seconds = json.loads(told.read_text())["avg_latency"]
+    shown = shlex.join(["CONFIG" if word == scratch else word for word in command[:-2]])
+    return {"measured_ms_per_token": round(1e3 * seconds / NEW_TOKENS, 2), "n_tokens": 3 * NEW_TOKENS,
+            "gpu_expert_gb": round(gpu_bytes / 1e9, 3), "title": f"vllm {found('vllm')}: {shown}"}  # fmt: skip
+
+
+def moe_infinity(original: str, gpu_bytes: int, folder: Path) -> dict:
+    """MoE-Infinity, from a checkpoint whose weights are all the same number."""
+    if found("moe_infinity") is None:
+        return {"title": NOT_INSTALLED}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        checkpoint = Path(scratch) / "checkpoint"
+        constant_model(original).save_pretrained(checkpoint)
+        command = [
+            sys.executable, "-m", "specter_lab.experiments.zipmoe.peer_job", "moe_infinity", str(checkpoint), "--ids",
+            ",".join(["5"] * PROMPT_TOKENS), "--new-tokens", str(NEW_TOKENS), "--budget-bytes", str(gpu_bytes), "--folder", scratch,
+        ]  # fmt: skip
+        done = output_of(command, TIMEOUT_S)
+        if isinstance(done, str):
+            return {"title": done}
+        told = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"measured_ms_per_token": round(1e3 * told["tpot_s"], 2), "n_tokens": NEW_TOKENS, "gpu_expert_gb": round(gpu_bytes / 1e9, 3),
+            "title": f"moe_infinity {found('moe_infinity')}, weights in {told['where']}"}  # fmt: skip
+
+
+def constant_model(original: str) -> PreTrainedModel:
+    """A model of these sizes in host memory, every weight the same number: these systems move a layer or expert whatever it holds."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_for(original), dtype=torch.bfloat16)
+    model.to_empty(device="cpu").eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(0.01)
+    model.tie_weights()
+    return model
