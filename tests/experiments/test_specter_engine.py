@@ -8,6 +8,7 @@ from specter_lab.engine.bench import Pass
 from specter_lab.engine.weights import load_weights
 from specter_lab.experiments.specter import engine, engine_batch, engine_machine, engine_runs, measured
 from specter_lab.experiments.specter.engine_tables import limits
+from specter_lab.experiments.specter.peers import ACCELERATE
 from specter_lab.plan.hardware import read_profile
 from specter_lab.plan.replay import Replay
 
@@ -37,7 +38,7 @@ def rows():
         for name in engine_batch.BATCHED:
             found += engine_batch.of_system(weights, "qwen-nano", name, 15, [*prompts.values()] * 2, 0)
     found += [{"by": "pass", "item": item, "measured_ms": 1.5, "floor_ms": 1.0} for item in ("draft step", "verify 9")]
-    found += [{"by": "peer", "item": "slow", "measured_ms_per_token": 900.0, "n_tokens": 4, "title": "slow 1.0"}]
+    found += [{"by": "peer", "item": ACCELERATE, "measured_ms_per_token": 900.0, "n_tokens": 4, "title": "slow 1.0"}]
     return pd.DataFrame(found).assign(model="qwen-nano", family="qwen", original="Qwen1.5-MoE-A2.7B")
 
 
@@ -68,7 +69,8 @@ def test_the_simulator_runs_the_same_rounds(rows):
 def test_claims_and_figure(rows):
     found = {measured.id: measured for measured in engine.claims(rows)}
     assert found["specter-engine/exact@fast"].value == found["specter-engine/exact@paper"].value == 1.0
-    assert found["specter-engine/draft-step"].value == 1.5
+    assert found["specter-engine/draft-step"].value == 1.5 and found["specter-engine/over-accelerate"].value > 0
+    assert found["specter-engine/over-llama-cpp"].value is None
     assert 0 < found["specter-engine/compute-share"].value < 1
     assert len(limits(rows)) == 2 * 10
     assert len(engine.plot(rows).axes) == 2

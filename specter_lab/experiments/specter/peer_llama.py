@@ -23,6 +23,7 @@ from specter_lab.experiments.installed import NOT_INSTALLED, found, output_of
 from specter_lab.models.anatomy import Anatomy
 from specter_lab.models.originals import config_for
 
+LLAMA = "llama.cpp"
 BENCH, SPECULATIVE = "llama-bench", "llama-speculative-simple"
 NEW_TOKENS, REPEATS, DEPTH, TIMEOUT_S = 32, 3, 8, 900
 PIECE = 1 << 22  # random weights of which every matrix is made
@@ -39,7 +40,7 @@ def rows(original: str, anatomy: Anatomy, gpu_bytes: int, folder: Path) -> Itera
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target, draft = Path(scratch) / "target.gguf", Path(scratch) / "draft.gguf"
         for program, files in ((BENCH, (target,)), (SPECULATIVE, (target, draft))):
-            row = {"by": "peer", "item": "llama.cpp" if program == BENCH else "llama.cpp, with a draft"}
+            row = {"by": "peer", "item": LLAMA if program == BENCH else f"{LLAMA}, with a draft"}
             if found(program) is None:
                 yield row | {"title": NOT_INSTALLED}
                 continue
@@ -77,17 +78,24 @@ def bench(files: tuple[Path, ...], on_cpu: int) -> dict:
 
 def speculative(files: tuple[Path, ...], on_cpu: int) -> dict:
     """With the Q4_0 draft."""
+    told = output_of([SPECULATIVE, "--help"], TIMEOUT_S), output_of([SPECULATIVE, "--version"], TIMEOUT_S)
+    if isinstance(told[0], str) or isinstance(told[1], str):
+        return {"title": next(each for each in told if isinstance(each, str))}
+    newer = "--spec-draft-n-max" in told[0].stdout + told[0].stderr
+    draft = ["--spec-type", "draft-simple", "--spec-draft-n-max"] if newer else ["--draft-max"]
     command = [SPECULATIVE, "-m", str(files[0]), "-md", str(files[1]), "-ngl", "99", "-ncmoe", str(on_cpu), "-ngld", "99", "-p", "aaaa",
-               "-n", str(NEW_TOKENS), "--draft-max", str(DEPTH), "--draft-min", "1", "--draft-p-min", "0", "--temp", "0", "--ignore-eos"]  # fmt: skip
+               "-n", str(NEW_TOKENS), *draft, str(DEPTH), "--temp", "0", "--ignore-eos"]  # fmt: skip
     done = output_of(command, TIMEOUT_S)
     if isinstance(done, str):
         return {"title": done}
     text = done.stdout + done.stderr
-    speed = re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", text)
-    accepted = re.search(r"accept\s*=\s*([\d.]+)%", text)
+    speed, accepted = (
+        re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", text),
+        re.search(r"accept\s*=\s*([\d.]+)%", text),
+    )
+    build = re.search(r"version: (.+)", told[1].stdout + told[1].stderr)
     if speed is None or accepted is None:
         return {"title": f"not run: {SPECULATIVE} did not say how fast it was"}
-    build = re.search(r"build\s*[=:]\s*(\S+(?: \(\S+\))?)", text)
     return {"measured_ms_per_token": round(1e3 * float(speed[2]) / int(speed[1]), 3), "n_tokens": int(speed[1]),
             "acceptance": round(float(accepted[1]) / 100, 4),
             "title": f"build {build[1] if build else 'unknown'}, {accepted[1]} % accepted: {_shown(command)}"}  # fmt: skip
