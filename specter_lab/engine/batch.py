@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Generator, Tensor
 
 from specter_lab.engine.decode import Meter, begin, play_round
@@ -90,7 +89,7 @@ def decode_batch(
         for lane in filter(None, lanes):
             lane.drafting = min(lane.request.depth.next_depth(), session.depth)
         depths = [NO_REQUEST if lane is None else lane.drafting for lane in lanes]
-        session.depths.copy_(torch.tensor(depths))
+        session.plan(depths)
         session.prepare(max(depths))
         generators = [lane and lane.request.generator for lane in lanes]
         played = play_round(session, memory, prefetcher, max(depths), depths, generators, meter)

@@ -84,6 +84,14 @@ class Session:
             position += len(piece)
         self.window[lane, :1] = prompt[-1:]
 
+    def plan(self, depths: Sequence[int]) -> None:
+        """Drafted tokens of every lane that count in the next round, NO_REQUEST for a free one.
+
+        A free lane's tokens are computed as well; at position 0 they stay in its own part of the cache.
+        """
+        self.depths.copy_(torch.tensor(depths))
+        self.position.masked_fill_(self.depths == NO_REQUEST, 0)
+
     def draw(self, generators: Sequence[Generator | None], depth: int) -> None:
         """Fresh random numbers for a round of this depth, however deep the session's windows may be, of each lane's own
         generator; greedy decoding needs none."""

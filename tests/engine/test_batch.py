@@ -99,6 +99,16 @@ def test_who_is_no_longer_wanted_leaves_and_another_joins():
         assert written[id(each)] == engine.generate(ids, 12, depth=0, ignore_eos=True)[0, len(ids) :].tolist()
 
 
+def test_a_lane_that_is_free_stays_in_its_own_part_of_the_cache(monkeypatch):
+    """The first lane ends with its cache full; what it computes afterwards must reach no other lane."""
+    monkeypatch.setattr(api, "SESSION_TOKENS", 1)
+    engine = engine_of("qwen-nano", 6, mode="paper")
+    long, short = prompts_of(engine)[2], prompts_of(engine)[0]
+    found = engine.generate_batch([long, short], (4, 4 + len(long) - len(short)), depth=8, lanes=2, ignore_eos=True)
+    for ids, text in zip((long, short), found):
+        assert torch.equal(text, engine.generate(ids, len(text[0]) - len(ids), depth=0, ignore_eos=True))
+
+
 def test_an_end_token_frees_its_lane(monkeypatch):
     engine = engine_of("qwen-nano", 6, mode="paper")
     prompts = prompts_of(engine)[:3]

@@ -231,7 +231,7 @@ def expert_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: ChannelWeights, 
     Returns:
         [T, H] of the type of `x`; what lies between the two layers is rounded to it, sums are float32.
     """
-    sorted_tokens = sort_tokens(experts, wi.experts)
+    out, sorted_tokens = torch.zeros_like(x), sort_tokens(experts, wi.experts)  # nothing runs between the two layers
     act = torch.empty(x.shape[0], wi.outputs, dtype=x.dtype, device=x.device)  # [T, F], sorted by expert
     linear(x, wi, sorted_tokens, act, gather=True, relu=True, tiles=tiles)
-    return linear(act, wo, sorted_tokens, torch.zeros_like(x), factors=factors, routed=True, tiles=tiles)
+    return linear(act, wo, sorted_tokens, out, factors=factors, routed=True, tiles=tiles)
