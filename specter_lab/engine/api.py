@@ -21,9 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from specter_lab.engine.arena import Budget
 from specter_lab.engine.batch import Piece, Request, Take, decode_batch, in_order
 from specter_lab.engine.decode import Meter, OnRound, decode
-from specter_lab.engine.expert_math import MOST_TOKENS, DraftExperts
+from specter_lab.engine.expert_math import DraftExperts
 from specter_lab.engine.experts import ExpertMemory, new_expert_memory
 from specter_lab.engine.host_experts import new_host_experts
+from specter_lab.engine.kernels.launch import MAX_TOKENS
 from specter_lab.engine.ops import Ops, TorchOps
 from specter_lab.engine.served import OnDemand, ReadThrough, TargetExperts
 from specter_lab.engine.session import Session, new_session
@@ -40,6 +41,7 @@ from specter_lab.plan.step_costs import StepCosts, Transport
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 MAX_DEPTH = 16
 MAX_LANES = 32  # requests at a time
+SESSION = "KV cache and distributions"  # in the budget
 SESSION_TOKENS = 256  # a session's room for tokens is a multiple of this
 TRANSPORTS = WHOLE, RESIDUAL = "whole", "residual"
 MODES = {"fast": "specter-fast", "paper": "specter", "shared": "specter-shared"}  # and their policies
@@ -100,8 +102,9 @@ class Engine:
         self, prompts: Sequence[str | Tensor], max_new_tokens: int | Sequence[int] = 128, *,
         temperature: float | Sequence[float] = 0.0, depth: int | None | Sequence[int | None] = None, seed: int = 0,
         lanes: int = MAX_LANES, stream: bool = False, ignore_eos: bool = False,
-    ) -> list[str] | list[Tensor] | Iterator[Piece]:  # fmt: skip
-        """Continue many prompts, at most `lanes` at a time; each gives what `generate` gives for it alone.
+    ) -> list[str] | list[Tensor] | Iterator[tuple[int, list[int]]]:  # fmt: skip
+        """Continue many prompts, at most `lanes` at a time. Greedy text is what `generate` gives for each alone (but in mode
+        "shared", whose sums depend on what the host computes); samples follow the same distribution.
 
         Args:
             prompts: texts, or token ids [P] each.
@@ -111,9 +114,10 @@ class Engine:
             stream: yield (number of the prompt, its new tokens) round by round, and return nothing else.
 
         Raises:
-            UserError: as `generate`; no lanes; or fast mode with windows of more than 64 tokens over all lanes.
+            UserError: as `generate`; not one value for each prompt; no lanes; or more than the mode serves (`check_lanes`).
         """
-        limits, warmths, depths = (_of_each(value, len(prompts)) for value in (max_new_tokens, temperature, depth))
+        each = {"limits": max_new_tokens, "temperatures": temperature, "depths": depth}
+        limits, warmths, depths = (_of_each(name, value, len(prompts)) for name, value in each.items())
         if not prompts or lanes < 1:
             raise UserError("a batch needs at least one prompt and one lane")
         ends = frozenset() if ignore_eos else _ends(self.weights.config.eos_token_id)
@@ -153,8 +157,10 @@ class Engine:
 
     def check_lanes(self, lanes: int, depth: int) -> None:
         """Raise UserError for more lanes than the mode serves at that depth."""
-        if isinstance(self.target, ReadThrough) and lanes * (depth + 1) > MOST_TOKENS:
-            raise UserError(f"in fast mode kernels read missing experts once for every {MOST_TOKENS} tokens, and {lanes} windows of "
+        if lanes > MAX_TOKENS:
+            raise UserError(f"{lanes} lanes draft {lanes} tokens a step, and {MAX_TOKENS} are the most: use fewer")
+        if isinstance(self.target, ReadThrough) and lanes * (depth + 1) > MAX_TOKENS:
+            raise UserError(f"in fast mode kernels read missing experts once for every {MAX_TOKENS} tokens, and {lanes} windows of "
                             f"{depth + 1} are more: use mode 'paper' or 'shared', or fewer lanes")  # fmt: skip
 
     def deepest(self, depth: int | None) -> int:
@@ -206,11 +212,11 @@ class Engine:
         fits = kept is not None and kept.kv.max_tokens > tokens + depth and kept.depth >= depth and kept.lanes == lanes
         if not fits or (None if isinstance(kept.temperature, Tensor) else kept.temperature) != temperature:
             tokens = SESSION_TOKENS * math.ceil(tokens / SESSION_TOKENS)  # the next, longer request may find it fits
-            self.budget.taken.pop("KV cache", None)
+            self.budget.taken.pop(SESSION, None)
             kept = self._session = None  # its memory first; and none is kept that the budget refuses
             session = new_session(self.weights.decoder, self.draft, self.target, self.ops, max_tokens=tokens, depth=depth,
                                   temperature=temperature, lanes=lanes)  # fmt: skip
-            self.budget.take("KV cache", session.kv.nbytes, "ask for fewer tokens")
+            self.budget.take(SESSION, session.nbytes, "ask for fewer tokens, or fewer lanes")
             self._session = session
         return self._session
 
@@ -226,9 +232,13 @@ class Engine:
                 shown = len(text)
 
 
-def _of_each(value: object, count: int) -> list:
+def _of_each(name: str, value: object, count: int) -> list:
     """`count` times the same, or one for each of them."""
-    return list(value) if isinstance(value, Sequence) else [value] * count
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise UserError(f"{len(value)} {name} for {count} prompts: give one, or one for each")
+    return list(value)
 
 
 def _ends(told: int | list[int] | None) -> frozenset[int]:
@@ -300,6 +310,8 @@ def engine_for(
     costs = StepCosts(anatomy(weights.config, weights.name), read_profile(profile), transport=crossing)
     scene = Scene(costs, slots, MAX_DEPTH)
     budget, count = Budget(in_bytes(memory_budget)), chosen.slots(scene)
+    if records and chosen.draft is None:  # the codes are there all the same, their memory is no slots
+        count = np.minimum(count, slots)
     memory = new_expert_memory(
         shape, weights.host, count, budget, device=weights.device, order=chosen.order, records=records
     )

@@ -34,14 +34,10 @@ class Request:
     temperature: float = 0.0
     generator: Generator | None = None  # of sampling, on the device
     ends: frozenset[int] = frozenset()  # tokens that end it
-    wanted: Callable[[], bool] = lambda: (
-        True
-    )  # asked before every round; a request that nobody wants gives its lane free
+    wanted: Callable[[], bool] = lambda: True  # asked before every round; else its lane is free
 
 
-Take = Callable[
-    [bool], Request | None
-]  # the next request, or None; asked with True when no lane writes: None then ends it all
+Take = Callable[[], Request | None]  # the next request, or None; once all lanes are free, None ends the batch
 
 
 class Piece(NamedTuple):
@@ -73,7 +69,7 @@ class _Lane:
 def in_order(requests: Iterable[Request]) -> Take:
     """All of them, one after the other."""
     waiting = deque(requests)
-    return lambda idle: waiting.popleft() if waiting else None
+    return lambda: waiting.popleft() if waiting else None
 
 
 def decode_batch(
@@ -89,7 +85,7 @@ def decode_batch(
         for lane in filter(None, lanes):
             lane.drafting = min(lane.request.depth.next_depth(), session.depth)
         depths = [NO_REQUEST if lane is None else lane.drafting for lane in lanes]
-        session.plan(depths)
+        session.set_depths(depths)
         session.prepare(max(depths))
         generators = [lane and lane.request.generator for lane in lanes]
         played = play_round(session, memory, prefetcher, max(depths), depths, generators, meter)
@@ -109,7 +105,7 @@ def _join(session: Session, memory: ExpertMemory, lanes: list[_Lane | None], tak
     for place, lane in enumerate(lanes):
         if lane is not None:
             continue
-        request = take(not any(lanes))
+        request = take()
         if request is None:
             return
         if isinstance(session.temperature, Tensor):

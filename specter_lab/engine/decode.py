@@ -146,7 +146,7 @@ class Played:
 
     committed: list[tuple[int, list[int]]]  # per lane: drafted tokens accepted, and tokens added
     routed: Routing  # of the draft
-    used: np.ndarray  # [L, B (K + 1), k] by the target, tokens that do not count left out
+    used: np.ndarray  # [L, T, k] by the target, of the tokens that count
     spans: list[Span]
     seconds: float
 
@@ -182,7 +182,7 @@ def play_round(
 
 def counting(used: np.ndarray) -> np.ndarray:
     """Experts [L, T, k] of the tokens that count."""
-    return used[:, used[0, :, 0] != NOT_NOW]
+    return np.ascontiguousarray(used[:, used[0, :, 0] != NOT_NOW])
 
 
 def propose(session: Session, memory: ExpertMemory, prefetcher: Prefetcher, depth: int) -> Routing:

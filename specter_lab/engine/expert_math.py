@@ -17,8 +17,7 @@ from specter_lab.compress import grid
 from specter_lab.compress.int4 import Int4Bank, unpack_bank
 from specter_lab.engine.decoder import NOT_NOW
 from specter_lab.engine.experts import ExpertMemory
-
-MOST_TOKENS = 64  # of one launch (`kernels.routes`); results do not depend on the cut
+from specter_lab.engine.kernels.launch import MAX_TOKENS
 
 
 def new_parts(x: Tensor, indices: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ def compute(memory: ExpertMemory, layer: int, x: Tensor, indices: Tensor, weight
         from specter_lab.engine.kernels import grouped_gemm
 
         slab = memory.device.data_ptr(), memory.device.data_ptr() + memory.device.nbytes
-        cut = (part.split(MOST_TOKENS) for part in (x, indices, weights, parts))
+        cut = (part.split(MAX_TOKENS) for part in (x, indices, weights, parts))
         for some in zip(*cut):
             grouped_gemm.expert_parts(*some[:3], memory.table[layer], memory.shape.expert_width, some[3], slab=slab)
     else:

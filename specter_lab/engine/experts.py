@@ -19,7 +19,7 @@ from specter_lab.engine.arena import Budget, host_slab
 from specter_lab.engine.records import Records
 from specter_lab.engine.shape import Shape
 from specter_lab.engine.stopwatch import Stopwatch
-from specter_lab.engine.transport import Beside, Transport, Whole
+from specter_lab.engine.transport import ResidualTransport, Transport, WholeTransport
 from specter_lab.plan.policy import Clock, Loads
 from specter_lab.plan.residency import ABSENT, NONE, Slots, new_slots, reserve_all
 
@@ -166,7 +166,7 @@ def new_expert_memory(
         first_slot=np.concatenate([[0], np.cumsum(slots_per_layer)[:-1]]),
         slots=new_slots(slots_per_layer, experts, order),
         table=addresses.to(device), addresses=addresses.pin_memory() if on_gpu else addresses,
-        stream=torch.cuda.Stream(device, priority=-1) if on_gpu else None, transport=Beside(records, slab[0], budget) if records else Whole(host, slab[0]),
+        stream=torch.cuda.Stream(device, priority=-1) if on_gpu else None, transport=ResidualTransport(records, slab[0], budget) if records else WholeTransport(host, slab[0]),
         held=np.full((layers, int(slots_per_layer.max())), ABSENT),
         flags=torch.zeros(layers, dtype=torch.int32, device=device),
         waited=torch.zeros(2, dtype=torch.int64, device=device), watch=Stopwatch(on_gpu),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -18,6 +19,9 @@ from specter_lab.compress.grid import Codes
 from specter_lab.compress.int4 import INT4_BITS, Int4Bank, unpack
 from specter_lab.compress.residual import Residual, decode, encode
 from specter_lab.engine.arena import host_slab
+from specter_lab.errors import UserError
+
+LIKELY_BITS = 9  # of a weight
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,10 @@ def new_records(host: Tensor, banks: tuple[Int4Bank, ...]) -> Records:
     Raises:
         UserError: the host's memory does not suffice, or cannot be pinned.
     """
+    needed, free = host.numel() * LIKELY_BITS // 8, psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(f"experts beside their codes need about {needed / 2**30:.0f} GiB of host memory more, and {free / 2**30:.0f} are "
+                        f"free: use transport='whole', or a machine with more")  # fmt: skip
     device, slabs, layers = banks[0].gate.packed.device, [], []
     for layer, bank in enumerate(tqdm(banks, desc="experts beside their codes", unit="layer", delay=2.0)):
         of_layer = [_record(host[layer, expert].to(device), bank, expert) for expert in range(len(host[layer]))]

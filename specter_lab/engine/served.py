@@ -162,7 +162,7 @@ class OnDemand:
         memory.watch.wait()  # the layer's routing has reached the host
         memory.settled()
         used, runs = staged.indices[0].numpy(), 0
-        counts = used[used[:, 0] != NOT_NOW]  # not those of free lanes
+        counts = used[used[:, 0] != NOT_NOW]  # not those of free lanes, or beyond a lane's own depth
         ready, missing = begin_layer(slots, layer, counts)
         self._needed, self._hits = self._needed + len(ready) + len(missing), self._hits + len(ready)
         by_host = self.host.share(missing) if self.host else np.zeros(len(missing), np.bool_)

@@ -1,8 +1,8 @@
 """Requests in flight, a lane each: the buffers a round reads and writes, and the two passes it is made of.
 
 Everything a pass reads lies in buffers of fixed address, so that on a GPU each pass is captured once (`graphs`) and then only
-replayed; on a CPU the same functions are called. So requests come and go without anything being compiled or captured: a lane's
-depth is a number in a buffer, -1 where no request is.
+replayed; on a CPU the same functions are called. Requests come and go without a capture: a lane's depth is a number in a buffer, -1
+where no request is. Only the first round of a new deepest window captures one.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class Session:
         return self.window.shape[1] - 1
 
     @property
+    def nbytes(self) -> int:
+        """Of what grows with lanes: keys and values, the draft's distributions, and the target's while it is judged."""
+        return self.kv.nbytes + self.q.nbytes + 4 * self.window.numel() * self.q.shape[2]
+
+    @property
     def samples(self) -> bool:
         return isinstance(self.temperature, Tensor) or self.temperature != GREEDY
 
@@ -84,7 +89,7 @@ class Session:
             position += len(piece)
         self.window[lane, :1] = prompt[-1:]
 
-    def plan(self, depths: Sequence[int]) -> None:
+    def set_depths(self, depths: Sequence[int]) -> None:
         """Drafted tokens of every lane that count in the next round, NO_REQUEST for a free one.
 
         A free lane's tokens are computed as well; at position 0 they stay in its own part of the cache.

@@ -36,7 +36,7 @@ class Transport(Protocol):
         """What crosses the link for it."""
 
 
-class Whole:
+class WholeTransport:
     """Experts as they lie in the host slab."""
 
     def __init__(self, host: Tensor, place: Tensor) -> None:
@@ -50,7 +50,7 @@ class Whole:
         return self._host[0, 0].nbytes
 
 
-class Beside:
+class ResidualTransport:
     """Experts beside the draft's codes.
 
     Raises:

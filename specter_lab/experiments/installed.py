@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,13 +21,38 @@ def found(looked_for: str) -> str | None:
         return shutil.which(looked_for)
 
 
-def output_of(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str] | str:
-    """What a peer's command said when it ended well, or why it was not run."""
+class NotRun(Exception):
+    """Why a peer was not run."""
+
+
+def output_of(command: Sequence[str], timeout_s: float, *, both: bool = False) -> str:
+    """What a peer's command wrote to standard output, or to both.
+
+    Raises:
+        NotRun: it could not be started, failed, or took too long; what it had started is ended as well.
+    """
+    name = Path(command[0]).name
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        running = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    except OSError as error:
+        raise NotRun(f"not run: {name} cannot be started ({error.strerror})") from error
+    try:
+        told, complained = running.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return f"not run: {Path(command[0]).name} did not end within {timeout_s:g} s"
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it said nothing"]
-        return f"not run: {Path(command[0]).name} stopped: {lines[-1]}"
-    return done
+        os.killpg(running.pid, signal.SIGKILL)  # and what it started
+        running.communicate()
+        raise NotRun(f"not run: {name} did not end within {timeout_s:g} s") from None
+    if running.returncode:
+        lines = complained.strip().splitlines() or ["it said nothing"]
+        raise NotRun(f"not run: {name} stopped: {lines[-1]}")
+    return told + complained if both else told
+
+
+def or_why(measure: Callable[..., dict], *arguments: object) -> dict:
+    """A peer's row, or one that says why it was not run."""
+    try:
+        return measure(*arguments)
+    except NotRun as why:
+        return {"title": str(why)}

@@ -87,7 +87,7 @@ def accept_drawn(
     if depths is not None:
         accepted = torch.minimum(accepted, depths)
         counts = torch.arange(q.shape[1], device=q.device) < depths[:, None]  # [B, K]
-        q = q * counts[..., None]
+        q = torch.where(counts[..., None], q, 0.0)
     p_next = at(p, accepted)  # [B, V]
     residual = (p_next - at(with_nothing_after(q), accepted)).clamp_min(0)
     no_residual = residual.sum(dim=-1, keepdim=True) == 0  # p = q up to rounding

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -122,29 +123,48 @@ class Line:
         writing: dict[Request, tuple[Job, Writer]] = {}
         try:
             session = self._session()
-
-            def take(idle: bool) -> Request | None:
-                while self._waiting and (self._waiting[0].cancelled.is_set() or fits(session, self._waiting[0].ask)):
-                    job = self._waiting.popleft()
-                    if not job.cancelled.is_set():
-                        request = self._request(job)
-                        writing[request] = job, Writer(self._served, job.ask)
-                        return request
-                    self._end(job)
-                return None
-
-            for request, tokens, is_last in self._served.engine.batch(session, take):
+            for request, tokens, is_last in self._served.engine.batch(session, partial(self._take, session, writing)):
                 job, writer = writing[request]
-                piece = writer.add(tokens)
-                job.put(piece)
-                if is_last and piece.finish is None:
-                    job.put(piece := writer.end())
-                if piece.finish:
-                    self._end(job)
-        except BaseException as error:
-            first = [self._waiting.popleft()] if not writing and self._waiting else []
-            for job in [*first, *(job for job, _ in writing.values())]:
+                if self._tell(job, writer, tokens, is_last):
+                    del writing[request]
+        except BaseException as error:  # of the engine: nobody's request goes on
+            if not writing and self._waiting:  # it could not even begin
+                self._end(self._waiting.popleft(), error)
+            for job, _ in writing.values():
                 self._end(job, error)
+
+    def _take(self, session: Session, writing: dict[Request, tuple[Job, Writer]]) -> Request | None:
+        """The next who fits; whoever was cancelled, or cannot be written, is told so."""
+        for gone in [request for request, (job, _) in writing.items() if job not in self._inside]:
+            del writing[gone]
+        while self._waiting and not self._closing.is_set():
+            job = self._waiting[0]
+            if not job.cancelled.is_set() and not self._fits(session, job.ask):
+                return None
+            self._waiting.popleft()
+            try:
+                if not job.cancelled.is_set():
+                    request = self._request(job)
+                    writing[request] = job, Writer(self._served, job.ask)
+                    return request
+                self._end(job)
+            except Exception as error:
+                self._end(job, error)
+        return None
+
+    def _tell(self, job: Job, writer: Writer, tokens: list[int], is_last: bool) -> bool:
+        """Whether that was its last."""
+        try:
+            piece = writer.add(tokens)
+            job.put(piece)
+            if is_last and piece.finish is None:
+                job.put(piece := writer.end())
+        except Exception as error:
+            self._end(job, error)
+            return True
+        if piece.finish:
+            self._end(job)
+        return piece.finish is not None
 
     def _session(self) -> Session:
         """For whoever is first."""
@@ -169,8 +189,7 @@ class Line:
                 job.put(error)
             job.put(None)
 
-
-def fits(session: Session, ask: Ask) -> bool:
-    """Whether a lane is long enough, and of its temperature where the session has but one."""
-    own = isinstance(session.temperature, Tensor) or session.temperature == temperature_of(ask)
-    return own and session.kv.max_tokens > len(ask.ids) + ask.max_tokens + session.depth
+    def _fits(self, session: Session, ask: Ask) -> bool:
+        """Whether a lane is long enough, and of its temperature where the session has but one."""
+        own = isinstance(session.temperature, Tensor) or session.temperature == temperature_of(ask)
+        return own and session.kv.max_tokens > len(ask.ids) + ask.max_tokens + self._depth

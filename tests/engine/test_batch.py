@@ -32,9 +32,9 @@ def test_greedy_texts_are_those_of_each_alone(model, mode, device):
         assert torch.equal(text, engine.generate(ids, limit, depth=0, ignore_eos=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_samples_are_those_of_each_alone(device):
-    engine = engine_of("qwen-nano", 6, device, mode="paper")
+def test_samples_are_those_of_each_alone():
+    """On a CPU: a GPU's draft adds in another order with several lanes, so that its samples follow the same law only."""
+    engine = engine_of("qwen-nano", 6, mode="paper")
     prompts = prompts_of(engine)[:3]
     found = engine.generate_batch(prompts, 8, temperature=1.0, depth=4, seed=7, lanes=2)
     for number, (ids, text) in enumerate(zip(prompts, found)):
@@ -89,7 +89,7 @@ def test_who_is_no_longer_wanted_leaves_and_another_joins():
     staying, joining = (engine.request(ids, 12, **how) for ids in (second, late))
     asked = [leaving, staying, joining]
     written = {id(each): [] for each in asked}
-    pieces = engine.batch(engine.session_for(100, 2, 0.0, 2), lambda idle: asked.pop(0) if asked else None)
+    pieces = engine.batch(engine.session_for(100, 2, 0.0, 2), lambda: asked.pop(0) if asked else None)
     for piece in pieces:
         written[id(piece.request)] += piece.tokens
         if len(written[id(leaving)]) > 2:
@@ -127,5 +127,11 @@ def test_what_cannot_be():
         engine.generate_batch([])
     with pytest.raises(UserError, match="32 windows of 9 are more"):
         engine.generate_batch(list(TEXTS) * 10, depth=8)
+    with pytest.raises(UserError, match="66 lanes"):
+        api.engine_for(engine.weights, expert_budget=6, in_slots=True, mode="paper").generate_batch(
+            list(TEXTS) * 20, lanes=66, depth=1
+        )
+    with pytest.raises(UserError, match="2 temperatures for 3 prompts"):
+        engine.generate_batch(TEXTS[:3], temperature=(0.0, 1.0))
     with pytest.raises(UserError, match="at least 2 tokens"):
         engine.generate_batch([torch.tensor([5])])

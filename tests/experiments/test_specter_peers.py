@@ -50,16 +50,34 @@ def test_who_is_not_here_has_a_row_that_says_so(tmp_path, monkeypatch):
     of = anatomy(config_for(QWEN), QWEN)
     rows = [
         *peer_llama.rows(QWEN, of, 1 << 30, tmp_path),
-        peers.vllm(of, 1 << 30, tmp_path),
-        peers.moe_infinity(QWEN, 1 << 30, tmp_path),
+        *(installed.or_why(peer, of, 1 << 30, tmp_path) for peer in (peers.vllm, peers.moe_infinity)),
     ]
     assert [row["title"] for row in rows] == [installed.NOT_INSTALLED] * 4
     assert [row["item"] for row in rows[:2]] == ["llama.cpp", "llama.cpp, with a draft"]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_that_fails_or_hangs_is_one_sentence():
-    stopped = installed.output_of(["sh", "-c", "echo first >&2; echo 'no room' >&2; exit 3"], 10)
-    assert stopped == "not run: sh stopped: no room"
-    assert installed.output_of(["sleep", "5"], 0.1) == "not run: sleep did not end within 0.1 s"
-    assert installed.output_of(["echo", "42"], 10).stdout == "42\n"
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["sh", "-c", "echo first >&2; echo 'no room' >&2; exit 3"], "not run: sh stopped: no room"),
+        (["sh", "-c", "sleep 7 & sleep 7"], "not run: sh did not end within 0.2 s"),
+        (["no-such-program"], "not run: no-such-program cannot be started"),
+    ],
+)  # fmt: skip
+def test_a_command_that_fails_or_hangs_is_one_sentence(command, why):
+    with pytest.raises(installed.NotRun, match=why):
+        installed.output_of(command, 0.2 if "sleep" in command[-1] else 10)
+
+
+def test_a_command_that_works():
+    assert installed.output_of(["sh", "-c", "echo 42; echo 43 >&2"], 10) == "42\n"
+    assert installed.output_of(["sh", "-c", "echo 42; echo 43 >&2"], 10, both=True) == "42\n43\n"
+
+
+def test_what_is_measured_routes_its_tokens_apart(monkeypatch):
+    monkeypatch.setattr(peers, "config_for", lambda _: SMALL)
+    model = peers.model_of_size("small").float()
+    embedded = model.model.embed_tokens.weight[:64]
+    chosen = (embedded @ model.model.layers[0].mlp.gate.weight.T).topk(2).indices
+    assert len({tuple(sorted(row)) for row in chosen.tolist()}) > 5

@@ -21,7 +21,7 @@ _CUT = 256  # positions per program
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position"])  # a lane's lies anywhere
 def _attend(
     q, k, v, out, position, parts, stats, arrivals, tokens, tiles_each, heads, factor,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,

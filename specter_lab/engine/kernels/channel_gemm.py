@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specter_lab.compress.i2f import offset_of
 from specter_lab.compress.per_channel import ChannelCodes
-from specter_lab.engine.kernels.launch import overlaps_launches
+from specter_lab.engine.kernels.launch import MAX_TOKENS, overlaps_launches
 
 HALF, INT8_NATIVE, INT8_I2F, INT4_I2F = KINDS = ("16 bit", "int8 native", "int8 I2F", "int4 I2F")
 BITS = {HALF: 16, INT8_NATIVE: 8, INT8_I2F: 8, INT4_I2F: 4}
@@ -136,7 +136,7 @@ def sort_tokens(experts: Tensor, num_experts: int) -> SortedTokens:
     """
     tokens = len(experts)
     if experts.is_cuda and tokens:
-        from specter_lab.engine.kernels.routes import MAX_TOKENS, route
+        from specter_lab.engine.kernels.routes import route
 
         if tokens <= MAX_TOKENS:  # one small kernel
             routes = route(experts[:, None].contiguous(), num_experts)

@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+MAX_TOKENS = 64  # of one launch over experts; longer inputs are cut by the caller (results do not depend on the cut)
+
 
 @cache
 def overlaps_launches(device: torch.device) -> bool:

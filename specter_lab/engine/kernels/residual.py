@@ -17,9 +17,9 @@ from specter_lab.engine.records import Records
 _PATCHES = 256  # exceptions of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stream_at"])  # nothing may be compiled while kernels wait for what is restored
 def _restore(
-    record, stream, gate, gate_scales, up, up_scales, down, down_scales, out, hidden, width, hidden_groups, width_groups,
+    record, stream_at, gate, gate_scales, up, up_scales, down, down_scales, out, hidden, width, hidden_groups, width_groups,
     HIDDEN_GROUP: tl.constexpr, WIDTH_GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -45,7 +45,7 @@ def _restore(
     count = tl.where(good, tl.where(magnitude == 0, BITS_0, tl.where(magnitude == 1, BITS_1, 0)), 0)
     place = tl.cumsum(count, 0) - count
     starts = (record + 3 * hidden * width).to(tl.pointer_type(tl.int32))
-    at = stream + tl.load(starts + row) + (place >> 3)
+    at = record + stream_at + tl.load(starts + row) + (place >> 3)
     asked = count > 0
     pair = tl.load(at, mask=asked, other=0).to(tl.int32) | (tl.load(at + 1, mask=asked, other=0).to(tl.int32) << 8)
     value = (pair >> (place & 7)) & ((1 << count) - 1)
@@ -57,8 +57,9 @@ def _restore(
     tl.store(out + first + i, pattern.to(tl.int16), mask=good)
 
 
-@triton.jit
-def _patch(places, count, out, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["places_at", "count"])
+def _patch(record, places_at, count, out, BLOCK: tl.constexpr):
+    places = (record + places_at).to(tl.pointer_type(tl.int32))
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     patterns = (places + count).to(tl.pointer_type(tl.int16))
     pattern = tl.load(patterns + i, mask=i < count, other=0)
@@ -86,10 +87,8 @@ def restore_expert(room: Tensor, records: Records, layer: int, expert: int, plac
         triton.next_power_of_2(max(hidden, width)),
     )
     _restore[(records.rows,)](
-        room, room[places_at + 6 * exceptions :], *gate, *up, *down, out, hidden, width, *groups,
+        room, places_at + 6 * exceptions, *gate, *up, *down, out, hidden, width, *groups,
         HIDDEN_GROUP=hidden // groups[0], WIDTH_GROUP=width // groups[1],
         BLOCK=block, BITS_0=STREAM_BITS[0], BITS_1=STREAM_BITS[1], num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
-    if exceptions:
-        places = room[places_at : places_at + 4 * exceptions].view(torch.int32)
-        _patch[(triton.cdiv(exceptions, _PATCHES),)](places, exceptions, out, BLOCK=_PATCHES)
+    _patch[(max(1, triton.cdiv(exceptions, _PATCHES)),)](room, places_at, exceptions, out, BLOCK=_PATCHES)

@@ -41,7 +41,7 @@ def _rotated(source, cos, sin, half, HALF: tl.constexpr, PAIRS: tl.constexpr):
     return a * c - b * s, b * c + a * s, first, second, good
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position"])  # a lane's lies anywhere
 def _rotate_and_store(
     q, q_row, q_head, k, k_row, k_head, turning, turning_row, turning_head, v, v_row, v_head,
     out, keys, values, cos, sin, position, each, heads, key_stride_b, key_stride_s, key_stride_h,

@@ -15,9 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specter_lab.engine.kernels.launch import overlaps_launches
+from specter_lab.engine.kernels.launch import MAX_TOKENS, overlaps_launches
 
-MAX_TOKENS = 64  # of one call; longer inputs are cut by the caller (results do not depend on the cut)
 MAX_PAIRS = 512
 _COMBINE_BLOCK = 512
 

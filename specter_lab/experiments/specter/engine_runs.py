@@ -40,7 +40,7 @@ SYSTEMS = {  # name -> mode, policy, transport
     RESIDENT: ("fast", "specter-fast", WHOLE), "specter-fast": ("fast", "specter-fast", WHOLE),
     ONLINE: ("fast", "specter-fast", WHOLE), "specter-fast, residual transport": ("fast", "specter-fast", RESIDUAL),
     SHARED: ("shared", "specter-shared", WHOLE), "lru-shared": ("shared", "lru-shared", WHOLE),
-    "lru-shared, residual transport": ("shared", "lru-shared", RESIDUAL), "specter": ("paper", "specter", WHOLE),
+    "specter-shared, residual transport": ("shared", "specter-shared", RESIDUAL), "specter": ("paper", "specter", WHOLE),
     "specmoeoff": ("paper", "specmoeoff", WHOLE), "lru": ("paper", "lru", WHOLE), "lru-s": ("paper", "lru-s", WHOLE),
 }  # fmt: skip
 PARTS = {  # what is left of paper mode -> its parts; SEE is the engine's kernels, and stays

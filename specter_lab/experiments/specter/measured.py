@@ -11,7 +11,6 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from specter_lab.experiments.results import Result
-from specter_lab.experiments.specter.engine_batch import BATCH, BATCH_CLOCK, REQUEST_CLOCK, THROUGHPUT
 from specter_lab.experiments.specter.engine_runs import ALL_SETS, NO_PREFETCH, PARTS
 
 SETTING = ["model", "budget", "item"]
@@ -93,14 +92,6 @@ def precision(rows: pd.DataFrame) -> pd.DataFrame:
         .assign(factor=found["measured_ms_per_token"] / base)
         .sort_index(kind="stable")
     )
-
-
-def batches(rows: pd.DataFrame) -> pd.DataFrame:
-    """Many requests at a time: both clocks, throughput and what crosses the link."""
-    columns = {REQUEST_CLOCK: "a request's TPOT, ms", BATCH_CLOCK: "the batch's, ms", THROUGHPUT: "tokens/s",
-               "link_mb_per_token": "MB/token", "distinct_per_pass": "distinct per pass, all layers", "hit_rate": "hit rate"}  # fmt: skip
-    chosen = rows[rows["by"] == BATCH].astype({"batch": int})
-    return chosen.set_index(["model", "item", "batch"])[list(columns)].rename(columns=columns)
 
 
 def exact(rows: pd.DataFrame) -> pd.DataFrame:

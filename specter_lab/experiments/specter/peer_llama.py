@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from transformers import Qwen2MoeConfig
 
-from specter_lab.experiments.installed import NOT_INSTALLED, found, output_of
+from specter_lab.experiments.installed import NOT_INSTALLED, NotRun, found, or_why, output_of
 from specter_lab.models.anatomy import Anatomy
 from specter_lab.models.originals import config_for
 
@@ -56,7 +56,7 @@ def rows(original: str, anatomy: Anatomy, gpu_bytes: int, folder: Path) -> Itera
             )
             on_cpu = layers_on_cpu(anatomy, own)
             measure = bench if program == BENCH else speculative
-            yield row | measure(files, on_cpu) | {"gpu_expert_gb": round(gpu_bytes / 1e9, 3)}
+            yield row | or_why(measure, files, on_cpu) | {"gpu_expert_gb": round(gpu_bytes / 1e9, 3)}
 
 
 def layers_on_cpu(anatomy: Anatomy, gpu_bytes: int) -> int:
@@ -68,34 +68,25 @@ def layers_on_cpu(anatomy: Anatomy, gpu_bytes: int) -> int:
 def bench(files: tuple[Path, ...], on_cpu: int) -> dict:
     """Plain decoding."""
     command = [BENCH, "-m", str(files[0]), "-ngl", "99", "-ncmoe", str(on_cpu), "-p", "0", "-n", str(NEW_TOKENS), "-r", str(REPEATS), "-o", "json"]  # fmt: skip
-    done = output_of(command, TIMEOUT_S)
-    if isinstance(done, str):
-        return {"title": done}
-    (of_run,) = json.loads(done.stdout)
+    (of_run,) = json.loads(output_of(command, TIMEOUT_S))
     return {"measured_ms_per_token": round(1e3 / of_run["avg_ts"], 3), "n_tokens": NEW_TOKENS * REPEATS,
             "title": f"build {of_run['build_number']} ({of_run['build_commit']}): {_shown(command)}"}  # fmt: skip
 
 
 def speculative(files: tuple[Path, ...], on_cpu: int) -> dict:
     """With the Q4_0 draft."""
-    told = output_of([SPECULATIVE, "--help"], TIMEOUT_S), output_of([SPECULATIVE, "--version"], TIMEOUT_S)
-    if isinstance(told[0], str) or isinstance(told[1], str):
-        return {"title": next(each for each in told if isinstance(each, str))}
-    newer = "--spec-draft-n-max" in told[0].stdout + told[0].stderr
+    usage, version = (output_of([SPECULATIVE, asked], TIMEOUT_S, both=True) for asked in ("--help", "--version"))
+    newer = "--spec-draft-n-max" in usage
     draft = ["--spec-type", "draft-simple", "--spec-draft-n-max"] if newer else ["--draft-max"]
     command = [SPECULATIVE, "-m", str(files[0]), "-md", str(files[1]), "-ngl", "99", "-ncmoe", str(on_cpu), "-ngld", "99", "-p", "aaaa",
                "-n", str(NEW_TOKENS), *draft, str(DEPTH), "--temp", "0", "--ignore-eos"]  # fmt: skip
-    done = output_of(command, TIMEOUT_S)
-    if isinstance(done, str):
-        return {"title": done}
-    text = done.stdout + done.stderr
+    said = output_of(command, TIMEOUT_S, both=True)
     speed, accepted = (
-        re.search(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", text),
-        re.search(r"accept\s*=\s*([\d.]+)%", text),
+        re.search(of, said) for of in (r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds", r"accept\s*=\s*([\d.]+)%")
     )
-    build = re.search(r"version: (.+)", told[1].stdout + told[1].stderr)
     if speed is None or accepted is None:
-        return {"title": f"not run: {SPECULATIVE} did not say how fast it was"}
+        raise NotRun(f"not run: {SPECULATIVE} did not say how fast it was")
+    build = re.search(r"version: (.+)", version)
     return {"measured_ms_per_token": round(1e3 * float(speed[2]) / int(speed[1]), 3), "n_tokens": int(speed[1]),
             "acceptance": round(float(accepted[1]) / 100, 4),
             "title": f"build {build[1] if build else 'unknown'}, {accepted[1]} % accepted: {_shown(command)}"}  # fmt: skip

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specter_lab import paths
 from specter_lab.experiments import jobs
-from specter_lab.experiments.installed import NOT_INSTALLED, found, output_of
+from specter_lab.experiments.installed import NOT_INSTALLED, NotRun, found, or_why, output_of
 from specter_lab.experiments.specter import peer_llama, routing
 from specter_lab.experiments.specter.setting import BUDGETS, priced_as, slots_of
 from specter_lab.models.anatomy import Anatomy
@@ -47,8 +47,8 @@ def peer_rows(model: str, digest: str, seed: int) -> jobs.Rows:
     rows = [
         accelerate_row(anatomy.name, on_gpu),
         *peer_llama.rows(anatomy.name, anatomy, on_gpu, folder),
-        {"by": "peer", "item": VLLM} | vllm(anatomy, on_gpu, folder),
-        {"by": "peer", "item": MOE_INFINITY} | moe_infinity(anatomy.name, on_gpu, folder),
+        {"by": "peer", "item": VLLM} | or_why(vllm, anatomy, on_gpu, folder),
+        {"by": "peer", "item": MOE_INFINITY} | or_why(moe_infinity, anatomy, on_gpu, folder),
     ]
     return [{"model": shown_name(model), "family": family, "original": anatomy.name} | row for row in rows]
 
@@ -57,7 +57,7 @@ def accelerate_row(original: str, gpu_bytes: int) -> dict:
     """Layers that do not fit stay in host memory and cross the link whenever they compute."""
     from accelerate import dispatch_model, infer_auto_device_map
 
-    model = constant_model(original)
+    model = model_of_size(original)
     places = infer_auto_device_map(
         model, {0: gpu_bytes, "cpu": 2**50}, no_split_module_classes=list(model._no_split_modules), dtype=torch.bfloat16
     )
@@ -81,50 +81,53 @@ def accelerate_row(original: str, gpu_bytes: int) -> dict:
 def vllm(anatomy: Anatomy, gpu_bytes: int, folder: Path) -> dict:
     """vLLM with random weights; what exceeds the GPU's share stays in host memory and is read over the link."""
     if found("vllm") is None:
-        return {"title": NOT_INSTALLED}
+        raise NotRun(NOT_INSTALLED)
+    offloaded_gib = max(0, anatomy.moe_layers * anatomy.num_experts * anatomy.expert_bytes - gpu_bytes) / 2**30
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         config_for(anatomy.name).save_pretrained(scratch)
-        told = Path(scratch) / "told.json"
-        offloaded_gb = (anatomy.moe_layers * anatomy.num_experts * anatomy.expert_bytes - gpu_bytes) / 2**30
         command = [
             "vllm", "bench", "latency", "--model", scratch, "--load-format", "dummy", "--skip-tokenizer-init", "--dtype", "bfloat16",
-            "--cpu-offload-gb", f"{max(0.0, offloaded_gb):.1f}", "--input-len", str(PROMPT_TOKENS), "--output-len", str(NEW_TOKENS),
-            "--batch-size", "1", "--num-iters", "3", "--num-iters-warmup", "1", "--output-json", str(told),
+            "--cpu-offload-gb", f"{offloaded_gib:.1f}", "--input-len", str(PROMPT_TOKENS), "--batch-size", "1", "--num-iters", "3",
+            "--num-iters-warmup", "1",
         ]  # fmt: skip
-        done = output_of(command, TIMEOUT_S)
-        if isinstance(done, str):
-            return {"title": done}
-        seconds = json.loads(told.read_text())["avg_latency"]
-    shown = shlex.join(["CONFIG" if word == scratch else word for word in command[:-2]])
-    return {"measured_ms_per_token": round(1e3 * seconds / NEW_TOKENS, 2), "n_tokens": 3 * NEW_TOKENS,
-            "gpu_expert_gb": round(gpu_bytes / 1e9, 3), "title": f"vllm {found('vllm')}: {shown}"}  # fmt: skip
+
+        def seconds(new_tokens: int) -> float:
+            told = Path(scratch) / f"{new_tokens}.json"
+            output_of([*command, "--output-len", str(new_tokens), "--output-json", str(told)], TIMEOUT_S)
+            return json.loads(told.read_text())["avg_latency"]
+
+        ms = 1e3 * (seconds(1 + NEW_TOKENS) - seconds(1)) / NEW_TOKENS  # without the prompt's pass
+    shown = shlex.join(["CONFIG" if word == scratch else word for word in command])
+    return {"measured_ms_per_token": round(ms, 2), "n_tokens": 3 * NEW_TOKENS, "gpu_expert_gb": round(gpu_bytes / 1e9, 3),
+            "title": f"vllm {found('vllm')}: {shown}, {1 + NEW_TOKENS} tokens less 1"}  # fmt: skip
 
 
-def moe_infinity(original: str, gpu_bytes: int, folder: Path) -> dict:
-    """MoE-Infinity, from a checkpoint whose weights are all the same number."""
+def moe_infinity(anatomy: Anatomy, gpu_bytes: int, folder: Path) -> dict:
+    """MoE-Infinity, from a checkpoint of these sizes."""
     if found("moe_infinity") is None:
-        return {"title": NOT_INSTALLED}
+        raise NotRun(NOT_INSTALLED)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         checkpoint = Path(scratch) / "checkpoint"
-        constant_model(original).save_pretrained(checkpoint)
+        model_of_size(anatomy.name).save_pretrained(checkpoint)
         command = [
             sys.executable, "-m", "specter_lab.experiments.zipmoe.peer_job", "moe_infinity", str(checkpoint), "--ids",
-            ",".join(["5"] * PROMPT_TOKENS), "--new-tokens", str(NEW_TOKENS), "--budget-bytes", str(gpu_bytes), "--folder", scratch,
+            ",".join(map(str, range(5, 5 + PROMPT_TOKENS))), "--new-tokens", str(NEW_TOKENS), "--budget-bytes", str(gpu_bytes),
+            "--folder", scratch,
         ]  # fmt: skip
-        done = output_of(command, TIMEOUT_S)
-        if isinstance(done, str):
-            return {"title": done}
-        told = json.loads(done.stdout.strip().splitlines()[-1])
+        told = json.loads(output_of(command, TIMEOUT_S).strip().splitlines()[-1])
     return {"measured_ms_per_token": round(1e3 * told["tpot_s"], 2), "n_tokens": NEW_TOKENS, "gpu_expert_gb": round(gpu_bytes / 1e9, 3),
             "title": f"moe_infinity {found('moe_infinity')}, weights in {told['where']}"}  # fmt: skip
 
 
-def constant_model(original: str) -> PreTrainedModel:
-    """A model of these sizes in host memory, every weight the same number: these systems move a layer or expert whatever it holds."""
+def model_of_size(original: str) -> PreTrainedModel:
+    """A model in host memory: embeddings and routers at random, so that tokens use different experts, all else one number."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_for(original), dtype=torch.bfloat16)
     model.to_empty(device="cpu").eval()
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.fill_(0.01)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith((".gate.weight", "embed_tokens.weight")):
+            tensor.data.normal_(0, 0.02)
+        else:
+            tensor.data.fill_(0.01)
     model.tie_weights()
     return model

@@ -39,7 +39,7 @@ class ChunkedPrefetch(Prefetcher):
         if self._full or step < self._next or step == self._depth:
             return NO_LOADS
         loads = plan_top(self._lookahead.counts, self._slots)
-        self._next = self._boundaries.after(step, len(loads[0]) * self._scene.costs.expert_bytes)
+        self._next = self._boundaries.after(step, len(loads[0]) * self._scene.costs.link_bytes)
         self._full = self._lookahead.full(self._slots.count)
         return loads
 
