@@ -117,7 +117,10 @@ def other_verdicts(result: Result) -> list[str]:
     """Claims on which today's claims.toml and code, given the stored rows, do not say what claims.json says."""
     origin = result.provenance
     setting = Setting(_tier(result), own_models=_tier(result) != result.tier, gpu=origin["machine"]["gpu"])
-    measured = import_module(EXPERIMENTS[result.experiment].module).claims(result.rows)
+    try:
+        measured = import_module(EXPERIMENTS[result.experiment].module).claims(result.rows)
+    except (KeyError, AttributeError) as error:  # columns that an older version did not write
+        return [f"its rows are not those that today's code reads ({error}): run it again"]
     now = {verdict.id: verdict for verdict in judge_all(result.experiment, measured, setting)}
     stored = {verdict.id: verdict for verdict in result.verdicts}
     wrong = [

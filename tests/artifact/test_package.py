@@ -127,6 +127,12 @@ def altered(tmp_path):
     return spoil
 
 
+def test_rows_of_another_version_are_one_sentence():
+    (result,) = recorded("specter-table1")
+    (said,) = verify.other_verdicts(replace(result, rows=result.rows.drop(columns="notes")))
+    assert said == "its rows are not those that today's code reads ('notes'): run it again"
+
+
 def test_recorded_verdicts_are_those_of_their_rows_and_of_todays_claims():
     for experiment_id in EXPERIMENTS:
         for result in recorded(experiment_id):

@@ -57,7 +57,7 @@ def kill_soon(log, pid_of, delay_s=0.5):
     """In the background: as soon as a row runs for whose process `pid_of` names a victim, kill that and its children."""
 
     def wait_and_kill():
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240  # a busy machine starts Ray in a minute
         while time.monotonic() < deadline:
             pids = [int(line.split()[1]) for line in log.read_text().splitlines()] if log.exists() else []
             victims = [victim for pid in pids if (victim := pid_of(pid)) is not None]
