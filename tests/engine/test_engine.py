@@ -299,8 +299,8 @@ def test_budgets_are_enforced_with_numbers():
         api.load("qwen-nano", expert_budget="1GiB", memory_budget="1MiB", device="cpu")
     budget = Budget(100)
     budget.take("weights", 60, "less")
-    with pytest.raises(UserError, match="KV cache needs"):
-        budget.take("KV cache", 41, "ask for fewer tokens")
+    with pytest.raises(UserError, match="KV cache and distributions needs"):
+        budget.take(api.SESSION, 41, "ask for fewer tokens")
     assert budget.left_bytes == 40
     assert host_slab(5000, pinned=False).nbytes == 5000
     assert [api.in_bytes(size) for size in (7, "7", "2KiB", "1.5 GB")] == [7, 7, 2048, 1_500_000_000]
@@ -313,7 +313,7 @@ def test_a_refused_request_leaves_the_budget_as_it_was():
     engine = api.engine_for(weights, expert_budget=4, in_slots=True, draft="none", memory_budget="5MB")
     assert engine.generate(TEXT, 8)
     for _ in range(2):
-        with pytest.raises(UserError, match="KV cache needs"):
+        with pytest.raises(UserError, match="KV cache and distributions needs"):
             engine.generate(TEXT, 1900)
     assert engine.generate(TEXT, 8) and engine.budget.left_bytes >= 0
 
