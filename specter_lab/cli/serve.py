@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of prompt and text together (default: the model's)",
     )
     add(group, "--lanes", type=positive, default=1, metavar="N",
-        help="requests written together (default: 1); in fast mode as many as 64 tokens' windows hold")  # fmt: skip
+        help="requests written together (default: 1), in fast mode as many as 64 tokens' windows hold; each has room for the longest")  # fmt: skip
     add(group, "--max-waiting", type=whole, default=8, metavar="N",
         help="requests that may wait; one more is told 429 (default: 8)")  # fmt: skip
     add(
