@@ -41,8 +41,9 @@ def test_fewer_bits_are_fewer_bytes_and_a_slow_kernel_costs_time():
 
     traffic = offload.traffic("qwen-nano", 0)
     setting = beyond.Setting(offload.scene(traffic, profile=beyond.PROFILE), traffic)
+    # A policy that plans once, after the draft: when it loads does not depend on how long its copies take.
     plain, half, slow = (
-        setting.run("specter", transport=transport) for transport in (Transport(), Transport(8), Transport(8, 10))
+        setting.run("sp-l", transport=transport) for transport in (Transport(), Transport(8), Transport(8, 10))
     )
     assert half.rounds.h2d_bytes.sum() == pytest.approx(plain.rounds.h2d_bytes.sum() / 2)
     assert half.rounds.end_ms[-1] < plain.rounds.end_ms[-1] < slow.rounds.end_ms[-1]
