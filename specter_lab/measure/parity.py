@@ -47,19 +47,23 @@ class WidthEffect:
 
 
 def greedy_parity(
-    target: PreTrainedModel, draft: PreTrainedModel, prompt: Tensor, *, new_tokens: int, depth: int
-) -> Parity:
-    """Decode one prompt [P] greedily, with and without the draft; raises as `speculate.speculative_decode`."""
-    plain = plain_decode(target, prompt[None], new_tokens=new_tokens)
-    speculative = speculative_decode(target, draft, prompt[None], new_tokens=new_tokens, depth=depth)
-    parted = (plain.tokens != speculative.tokens)[0].nonzero().flatten().tolist()
-    return Parity(
-        new_tokens=new_tokens,
-        first_divergence=parted[0] if parted else None,
-        margin=float(plain.margins[0, parted[0]]) if parted else None,
-        tokens_per_round=float(speculative.rounds.accepted.mean()) + 1,
-        repeated=repeated_share(plain.tokens[0].tolist()),
-    )
+    target: PreTrainedModel, draft: PreTrainedModel, prompts: Tensor, *, new_tokens: int, depth: int
+) -> list[Parity]:
+    """Decode prompts [B, P] side by side greedily, with and without the draft; raises as `speculate.speculative_decode`."""
+    plain = plain_decode(target, prompts, new_tokens=new_tokens)
+    speculative = speculative_decode(target, draft, prompts, new_tokens=new_tokens, depth=depth)
+    found = []
+    for request, (ours, theirs) in enumerate(zip(speculative.tokens, plain.tokens)):
+        parted = (ours != theirs).nonzero().flatten().tolist()
+        rounds = speculative.rounds.of(np.array([request]))
+        found.append(Parity(
+            new_tokens=new_tokens,
+            first_divergence=parted[0] if parted else None,
+            margin=float(plain.margins[request, parted[0]]) if parted else None,
+            tokens_per_round=float(rounds.accepted.mean()) + 1,
+            repeated=repeated_share(theirs.tolist()),
+        ))  # fmt: skip
+    return found
 
 
 def repeated_share(tokens: list[int]) -> float:

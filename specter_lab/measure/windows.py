@@ -28,11 +28,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Generator, Tensor
 from tqdm.auto import tqdm
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specter_lab.errors import UserError
 from specter_lab.files import whole_file
 from specter_lab.measure.capture import ForwardRouting
+from specter_lab.measure.kv_memory import empty_cache
 from specter_lab.measure.prefix import Prefix, read, write
 from specter_lab.measure.sampling import GREEDY, accepted_length
 from specter_lab.measure.speculate import check_start, propose
@@ -115,7 +116,7 @@ def record_windows(
     generator = Generator(target.device).manual_seed(seed)
     prompts = prompts.to(target.device)
     with torch.inference_mode():
-        prefix = Prefix(DynamicCache(config=target.config), torch.zeros(len(prompts), dtype=torch.long))
+        prefix = Prefix(empty_cache(target), torch.zeros(len(prompts), dtype=torch.long))
         _, prompt_routing = read(target, prefix, prompts[:, :-1])
         steps = list(write(target, prefix, prompts[:, -1:], new_tokens, temperature, generator))
         text = torch.cat([prompts[:, -1:], *(token for token, _, _ in steps[:-1])], dim=1)  # [R, N]

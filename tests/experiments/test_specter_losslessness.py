@@ -5,6 +5,7 @@ import pytest
 
 from specter_lab.experiments.specter import losslessness, routing
 from specter_lab.experiments.specter.losslessness import PARITY, RULE, WIDTH
+from specter_lab.measure.prompts import PROMPT_SETS
 
 QWEN = "qwen-nano"
 
@@ -22,8 +23,9 @@ def small(monkeypatch, cache):
 
 def test_greedy_rows():
     digest = routing.inputs_digest(QWEN)
-    (parity,) = losslessness.measure_parity(QWEN, digest, 0, "float32", "code")
-    assert (parity["by"], parity["item"], parity["equal_tokens"], parity["margin"]) == (PARITY, "code", 24, None)
+    rows = pd.DataFrame(losslessness.measure_parity(QWEN, digest, 0, "float32"))
+    assert (rows["by"] == PARITY).all() and tuple(rows["item"]) == PROMPT_SETS
+    assert (rows["equal_tokens"] == 24).all() and rows["margin"].isna().all()
     width = pd.DataFrame(losslessness.measure_rounding(QWEN, digest, 0, "float32"))
     assert (width["by"] == WIDTH).all()
     assert width["difference"].is_monotonic_increasing and 0 < width["difference"].iloc[-1] < 1e-3

@@ -10,30 +10,37 @@ N, K = 40, 5
 
 
 @pytest.fixture
-def prompt(make_tokens):
-    return make_tokens((12,)).ids[0]
+def prompts(make_tokens):
+    return torch.stack(make_tokens((12, 12)).ids)  # [2, 12]
 
 
-def test_float32_parity(model, draft, prompt):
-    found = greedy_parity(model, draft, prompt, new_tokens=N, depth=K)
-    assert (found.first_divergence, found.margin, found.equal_tokens) == (None, None, N)
-    assert 1 < found.tokens_per_round < K + 1
+def test_float32_parity(model, draft, prompts):
+    for found in greedy_parity(model, draft, prompts, new_tokens=N, depth=K):
+        assert (found.first_divergence, found.margin, found.equal_tokens) == (None, None, N)
+        assert 1 < found.tokens_per_round < K + 1
 
 
-def test_first_divergence_and_its_margin_are_found(qwen, prompt, monkeypatch):
-    """Speculative decoding that breaks two tokens: the first is reported, with plain decoding's margin there."""
-    plain = plain_decode(qwen, prompt[None], new_tokens=N)
+def test_a_prompt_is_found_the_same_alone_and_beside_others(model, draft, prompts):
+    beside = greedy_parity(model, draft, prompts, new_tokens=N, depth=K)
+    alone = [greedy_parity(model, draft, prompt[None], new_tokens=N, depth=K)[0] for prompt in prompts]
+    assert beside == alone and alone[0] != alone[1]
+
+
+def test_first_divergence_and_its_margin_are_found(qwen, prompts, monkeypatch):
+    """Speculative decoding that breaks two tokens of one text: the first is reported, with plain decoding's margin there."""
+    plain = plain_decode(qwen, prompts, new_tokens=N)
     original = parity.speculative_decode
 
     def broken(*args, **options):
         decoded = original(*args, **options)
-        decoded.tokens[0, [7, 20]] += 1
+        decoded.tokens[1, [7, 20]] += 1
         return decoded
 
     monkeypatch.setattr(parity, "speculative_decode", broken)
-    found = greedy_parity(qwen, qwen, prompt, new_tokens=N, depth=K)
-    assert (found.first_divergence, found.equal_tokens) == (7, 7)
-    assert found.margin == plain.margins[0, 7]
+    whole, parted = greedy_parity(qwen, qwen, prompts, new_tokens=N, depth=K)
+    assert (whole.first_divergence, whole.equal_tokens) == (None, N)
+    assert (parted.first_divergence, parted.equal_tokens) == (7, 7)
+    assert parted.margin == plain.margins[1, 7]
 
 
 def test_repeated_share():

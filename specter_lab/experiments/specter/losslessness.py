@@ -1,8 +1,8 @@
 """specter-losslessness: speculative decoding writes what the target alone would write (Specter, losslessness).
 
-Greedy: the text of speculative decoding against that of plain decoding, one request at a time, in two precisions, with
-the first divergence and how close the two best tokens were there; and beside it what causes divergences, the rounding
-of a pass of K+1 tokens against passes of one, on given text (PAPERS.md section 1, trap 9).
+Greedy: the texts of speculative decoding against those of plain decoding, in two precisions, with the first divergence
+and how close the two best tokens were there; and beside it what causes divergences, the rounding of a pass of K+1
+tokens against passes of one, on given text (PAPERS.md section 1, trap 9).
 
 Sampled: counts of sampled continuations against their exact law, on the models with a vocabulary cut to eight tokens.
 Two accept rules that are wrong on purpose must fail the same test, else it shows nothing.
@@ -33,7 +33,6 @@ from specter_lab.measure.distribution import (
     with_vocabulary,
 )  # fmt: skip
 from specter_lab.measure.parity import WidthEffect, greedy_parity, width_effect
-from specter_lab.measure.prompts import PROMPT_SETS
 from specter_lab.measure.speculate import speculative_decode
 from specter_lab.models.experts import with_experts
 from specter_lab.models.load import load
@@ -59,8 +58,7 @@ inputs = routing.inputs_of
 def run(context: Context) -> pd.DataFrame:
     """Rows `by` parity (one per prompt), width (quantiles of the rounding) and rule (one per test)."""
     work = [
-        *((measure_parity, {"precision": p, "prompt_set": name}, 3.0) for p in PRECISIONS for name in PROMPT_SETS),
-        *((measure_rounding, {"precision": p}, 3.0) for p in PRECISIONS),
+        *((function, {"precision": p}, 4.0) for p in PRECISIONS for function in (measure_parity, measure_rounding)),
         *((measure_sampled, {"rule": rule, "quantizer": draft, "temperature": t}, 4.0) for rule, draft, t in TESTS),
     ]
     return pd.DataFrame(jobs.run(context, [
@@ -73,20 +71,18 @@ def run(context: Context) -> pd.DataFrame:
     ]))  # fmt: skip
 
 
-def measure_parity(model: str, digest: str, seed: int, precision: str, prompt_set: str) -> jobs.Rows:
-    """Parity of one prompt. `digest` is here, and below, to name what is read in the cache key."""
+def measure_parity(model: str, digest: str, seed: int, precision: str) -> jobs.Rows:
+    """Parity of one prompt per set. `digest` is here, and below, to name what is read in the cache key."""
     question, target = _read(model, seed, precision)
     draft = with_experts(target, routing.quantized(question, DRAFT, CACHE).banks)
-    found = [
-        (request, greedy_parity(target, draft, ids[:PREFIX_TOKENS], new_tokens=NEW_TOKENS, depth=DEPTH))
-        for request, ids in zip(question.tokens.requests, question.tokens.ids)
-        if request.prompt_set == prompt_set
-    ]
+    length = min(PREFIX_TOKENS, *map(len, question.tokens.ids))
+    prompts = torch.stack([ids[:length] for ids in question.tokens.ids])  # [B, P]
+    found = greedy_parity(target, draft, prompts, new_tokens=NEW_TOKENS, depth=DEPTH)
     return [{
         "model": question.source.name, "precision": precision, "depth": DEPTH, "by": PARITY, "item": request.prompt_set,
         "new_tokens": parity.new_tokens, "equal_tokens": parity.equal_tokens, "margin": parity.margin,
         "tokens_per_round": round(parity.tokens_per_round, 3), "repeated_share": round(parity.repeated, 3),
-    } for request, parity in found]  # fmt: skip
+    } for request, parity in zip(question.tokens.requests, found)]  # fmt: skip
 
 
 def measure_rounding(model: str, digest: str, seed: int, precision: str) -> jobs.Rows:
