@@ -41,6 +41,7 @@ from specter_lab.measure.trace import index_dtype
 from specter_lab.models.adapters import adapter_for
 
 SCHEMA_VERSION = 1
+ROWS = 128  # windows drafted side by side
 
 
 @dataclass(frozen=True)
@@ -116,46 +117,53 @@ def record_windows(
     generator = Generator(target.device).manual_seed(seed)
     prompts = prompts.to(target.device)
     with torch.inference_mode():
-        prefix = Prefix(empty_cache(target), torch.zeros(len(prompts), dtype=torch.long))
+        prefix = Prefix(empty_cache(target), torch.zeros(len(prompts), dtype=torch.long, device=prompts.device))
         _, prompt_routing = read(target, prefix, prompts[:, :-1])
         steps = list(write(target, prefix, prompts[:, -1:], new_tokens, temperature, generator))
         text = torch.cat([prompts[:, -1:], *(token for token, _, _ in steps[:-1])], dim=1)  # [R, N]
+        at_once = torch.arange(new_tokens, device=prompts.device).split(max(1, ROWS // len(prompts)))
         parts = [
-            _windows_of_request(target, draft, prefix, request, inputs, max_depth)
-            for request, inputs in enumerate(tqdm(text, desc="windows", disable=not progress))
+            _windows_at(target, draft, prefix, text, positions, max_depth)
+            for positions in tqdm(at_once, desc="windows", disable=not progress)
         ]
     drafts, targets, accepted = zip(*parts)
     dtype = index_dtype(num_experts)
 
-    def experts(routing: Sequence[ForwardRouting], per_window: int) -> np.ndarray:
-        stacked = torch.stack([r.indices for r in routing])  # [R, N * per_window, L, k]
-        return stacked.unflatten(1, (new_tokens, per_window)).cpu().numpy().astype(dtype)
+    def by_request(rows: Sequence[Tensor]) -> np.ndarray:
+        """[P * R, ...] of every group of positions -> [R, N, ...]."""
+        return torch.cat([part.unflatten(0, (-1, len(prompts))) for part in rows]).transpose(0, 1).cpu().numpy()
 
-    def weights(routing: Sequence[ForwardRouting], per_window: int) -> np.ndarray:
-        stacked = torch.stack([r.weights for r in routing])
-        return stacked.unflatten(1, (new_tokens, per_window)).cpu().numpy().astype(np.float16)
+    def experts(routing: Sequence[ForwardRouting]) -> np.ndarray:
+        return by_request([r.indices.unflatten(0, (len(a), -1)) for r, a in zip(routing, accepted)]).astype(dtype)
+
+    def weights(routing: Sequence[ForwardRouting]) -> np.ndarray:
+        return by_request([r.weights.unflatten(0, (len(a), -1)) for r, a in zip(routing, accepted)]).astype(np.float16)
 
     return Windows(
         num_experts=num_experts,
         prompt=prompt_routing.indices.unflatten(0, (len(prompts), -1)).cpu().numpy().astype(dtype),
-        draft=experts(drafts, max_depth),
-        draft_weights=weights(drafts, max_depth),
-        target=experts(targets, max_depth + 1),
-        target_weights=weights(targets, max_depth + 1),
-        accepted=torch.stack(accepted).cpu().numpy(),
+        draft=experts(drafts),
+        draft_weights=weights(drafts),
+        target=experts(targets),
+        target_weights=weights(targets),
+        accepted=by_request(accepted),
         prompt_set=tuple(prompt_sets),
     )
 
 
-def _windows_of_request(
-    target: PreTrainedModel, draft: PreTrainedModel, prefix: Prefix, request: int, inputs: Tensor, depth: int
+def _windows_at(
+    target: PreTrainedModel, draft: PreTrainedModel, prefix: Prefix, text: Tensor, positions: Tensor, depth: int
 ) -> tuple[ForwardRouting, ForwardRouting, Tensor]:
-    """Windows at every token of inputs [N], side by side: routing of draft and target, accepted tokens [N]."""
-    count = len(inputs)
-    verified = prefix.rows(torch.full((count,), request))
-    verified.forget(count - torch.arange(count))  # row n ends before x_n
-    window, _, draft_routing = propose(draft, copy.deepcopy(verified), inputs[:, None], depth, GREEDY, Generator())
-    logits, target_routing = read(target, verified, window)  # [N, K + 1, V]
+    """Windows of all requests at some positions [P] of text [R, N], side by side: routing of draft and target, accepted [P * R].
+
+    Rows of about the same length: their keys and values are what a pass spends its time on.
+    """
+    requests, (count, new_tokens) = len(text), (len(positions), text.shape[1])
+    verified = prefix.rows(torch.arange(requests, device=text.device).repeat(count))
+    verified.forget(new_tokens - positions.repeat_interleave(requests))  # ends before the window's first input
+    last = text[:, positions].T.reshape(-1, 1)  # [P * R, 1]
+    window, _, draft_routing = propose(draft, copy.deepcopy(verified), last, depth, GREEDY, Generator())
+    logits, target_routing = read(target, verified, window)  # [P * R, K + 1, V]
     return draft_routing, target_routing, accepted_length(window[:, 1:] == logits[:, :-1].argmax(dim=-1))
 
 
