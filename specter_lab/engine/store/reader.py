@@ -125,6 +125,12 @@ def drop_pages(path: Path) -> None:
         os.close(file)
 
 
+def unmap_pages(address: int, num_bytes: int) -> None:
+    """Let go of the pages of a part of a mapped file until they are used again: no mapped page is ever dropped."""
+    start = address // PAGE * PAGE
+    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + num_bytes - start), mmap.MADV_DONTNEED)
+
+
 def warm_pages(path: Path) -> None:
     """Read a file once, so that its pages are in the page cache."""
     with path.open("rb", buffering=0) as file:

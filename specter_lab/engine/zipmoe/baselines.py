@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,13 +11,26 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
+from specter_lab.engine.store.reader import unmap_pages
 from specter_lab.engine.zipmoe.costs import Activation, activated
 from specter_lab.engine.zipmoe.model import Served, serve_experts, skeleton
 from specter_lab.models.load import load, load_translator, read_config, read_tokenizer
 from specter_lab.models.stacks import DROPPED, stacks_of
 
 
-def open_mapped(checkpoint: Path, store: Path) -> Served:
+@dataclass(frozen=True)
+class Mapped(Served):
+    """A model that uses its experts in place, wherever the page cache has them."""
+
+    experts: dict[str, Tensor]  # by their names in the checkpoint
+
+    def unmap(self) -> None:
+        """Let go of all pages used so far, so that they can be dropped."""
+        for tensor in self.experts.values():
+            unmap_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def open_mapped(checkpoint: Path, store: Path) -> Mapped:
     """A model whose experts are used in place from the memory-mapped checkpoint; the page cache decides what stays.
 
     Everything but the experts comes from `store`, as in the runtime.
@@ -42,7 +56,7 @@ def open_mapped(checkpoint: Path, store: Path) -> Served:
 
     model = skeleton(store)
     serve_experts(model, serve)
-    return Served(model, read_tokenizer(checkpoint, config.vocab_size), None)
+    return Mapped(model, read_tokenizer(checkpoint, config.vocab_size), None, experts)
 
 
 def open_accelerate(checkpoint: Path, folder: Path) -> Served:

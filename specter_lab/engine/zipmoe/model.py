@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     DynamicCache,
     EncoderDecoderCache,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -34,7 +33,7 @@ from specter_lab.models.stacks import Stacks, stacks_of
 from specter_lab.plan.zipmoe.popularity import Popularity, uniform
 
 # Tokens [B, 1] of the last step, None at first -> logits [B, V].
-Step = Callable[[PreTrainedModel, Tensor | None], Tensor]
+Step = Callable[[Tensor | None], Tensor]
 
 
 class StoreExperts(nn.Module):
@@ -163,11 +162,11 @@ def generate(
 
     An encoder-decoder encodes the prompts in the first step, and decodes from its start token on. An end token ends nothing.
     """
-    advance = decoding(model.config, ids)
+    advance = (_translating if model.config.is_encoder_decoder else _continuing)(model, ids)
     seconds, chosen, last = [], [], None
     for _ in range(new_tokens):
         start = perf_counter()
-        logits = advance(model, last)  # [B, V]
+        logits = advance(last)  # [B, V]
         last = logits.argmax(dim=-1, keepdim=True)
         seconds.append(perf_counter() - start)
         chosen.append(last)
@@ -175,30 +174,25 @@ def generate(
     return Generation(torch.cat(chosen, dim=1), tuple(seconds))
 
 
-def decoding(config: PretrainedConfig, ids: Tensor) -> Step:
-    """One step of `generate` after the other; the model may be another object each time, what it remembers is kept here."""
-    return _translating(config, ids) if config.is_encoder_decoder else _continuing(config, ids)
+def _continuing(model: PreTrainedModel, ids: Tensor) -> Step:
+    cache = DynamicCache(config=model.config)
 
-
-def _continuing(config: PretrainedConfig, ids: Tensor) -> Step:
-    cache = DynamicCache(config=config)
-
-    def advance(model: PreTrainedModel, last: Tensor | None) -> Tensor:
+    def advance(last: Tensor | None) -> Tensor:
         inputs = ids if last is None else last
         return model(input_ids=inputs, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     return advance
 
 
-def _translating(config: PretrainedConfig, ids: Tensor) -> Step:
-    cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+def _translating(model: PreTrainedModel, ids: Tensor) -> Step:
+    cache = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
     encoded = None
 
-    def advance(model: PreTrainedModel, last: Tensor | None) -> Tensor:
+    def advance(last: Tensor | None) -> Tensor:
         nonlocal encoded
         if last is None:
             encoded = model.get_encoder()(input_ids=ids)
-            last = torch.full((len(ids), 1), config.decoder_start_token_id, device=ids.device)
+            last = torch.full((len(ids), 1), model.config.decoder_start_token_id, device=ids.device)
         return model(encoder_outputs=encoded, decoder_input_ids=last, cache=cache, use_cache=True).logits[:, -1]
 
     return advance

@@ -20,12 +20,13 @@ from specter_lab.errors import UserError
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.provenance import code_digest
+from specter_lab.experiments.specter.setting import priced_as
 from specter_lab.files import sha256_of
 from specter_lab.measure.capture import capture
 from specter_lab.measure.decode import decode
 from specter_lab.measure.prompts import PROMPT_SETS, TokenizedRequests, select, tokenize
 from specter_lab.measure.trace import Origin, Trace, read_trace, write_trace
-from specter_lab.models.load import LoadedModel, checkpoint_digest, load, placement, read_config, resolve
+from specter_lab.models.load import LoadedModel, checkpoint_digest, load, placement, read_config, resolve, shown_name
 
 MAX_TOKENS = 96  # of each request, teacher-forced
 PREFIX_TOKENS = 32  # read by the target before a free-running window or a continuation
@@ -65,12 +66,23 @@ def inputs_of(context: Context) -> dict[str, str]:
 
 
 def rows_per_model(context: Context, measure: Callable[..., jobs.Rows]) -> pd.DataFrame:
-    """One job per model, `measure(model, digest, seed)`; `digest` names what it reads in the cache key."""
+    """One job per model, `measure(model, digest, seed)`; `digest` names what it reads in the cache key.
+
+    The longest job begins first, so that none is left over at the end; rows are in the order of the models.
+    """
     work = [
-        jobs.Job(model, measure, {"model": model, "digest": inputs_digest(model), "seed": context.seed})
+        jobs.Job(model, measure, {"model": model, "digest": inputs_digest(model), "seed": context.seed}, _routed(model))
         for model in context.models
     ]
-    return pd.DataFrame(jobs.run(context, work))
+    rows = pd.DataFrame(jobs.run(context, sorted(work, key=lambda job: job.cost, reverse=True)))
+    names = [shown_name(model) for model in context.models]
+    return rows.sort_values("model", key=lambda column: column.map(names.index), kind="stable", ignore_index=True)
+
+
+def _routed(model: str) -> float:
+    """Experts that a token of the original visits: most of these jobs cost in proportion to it."""
+    anatomy = priced_as(model)
+    return float(anatomy.moe_layers * anatomy.top_k)
 
 
 def inputs_digest(model: str) -> str:

@@ -9,22 +9,19 @@ Accelerate's disk offload reads a layer's experts whole for every call; it is ti
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 
 import matplotlib.pyplot as plt
 import pandas as pd
-import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from specter_lab.engine.store.layout import EXPERTS, RAW
 from specter_lab.engine.store.reader import BUFFERED, drop_pages, warm_pages
 from specter_lab.engine.zipmoe.baselines import open_accelerate, open_mapped
-from specter_lab.engine.zipmoe.model import Generation, decoding, generate, open_store
+from specter_lab.engine.zipmoe.model import Generation, generate, open_store
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.zipmoe import timed
@@ -42,7 +39,6 @@ from specter_lab.experiments.zipmoe.setting import (
     wide,
 )
 from specter_lab.experiments.zipmoe.timed import COLORS, TITLES
-from specter_lab.models.load import read_config
 
 COLD, FILLING, WARM = CACHES = ("cold", "filling", "warm")
 MAPPED, ACCELERATE = "mapped", "accelerate"
@@ -79,29 +75,15 @@ def _prepare(ready: Wide, cache: str) -> None:
 
 
 def _mapped(ready: Wide, ids: Tensor, cache: str) -> Generation:
-    if cache == COLD:
-        return _dropping(ready, ids)
-    _prepare(ready, cache)
-    return generate(open_mapped(ready.checkpoint, ready.store).model, ids, NEW_TOKENS)
+    mapped = open_mapped(ready.checkpoint, ready.store)
 
+    def prepare(_: Tensor | None = None) -> None:  # not timed
+        mapped.unmap()
+        _prepare(ready, cache)
 
-@torch.inference_mode()
-def _dropping(ready: Wide, ids: Tensor) -> Generation:
-    """`generate` with the baseline's pages dropped before every step; dropping is not timed.
-
-    Mapped pages are not dropped, so the mapping is made anew for every step.
-    """
-    advance, last, seconds, chosen = decoding(read_config(ready.checkpoint), ids), None, [], []
-    for _ in range(NEW_TOKENS):
-        _prepare(ready, COLD)
-        model = open_mapped(ready.checkpoint, ready.store).model
-        start = perf_counter()
-        last = advance(model, last).argmax(dim=-1, keepdim=True)
-        seconds.append(perf_counter() - start)
-        chosen.append(last)
-        del model
-        gc.collect()  # a model is a cycle: its mapping would outlive it, and mapped pages are not dropped
-    return Generation(torch.cat(chosen, dim=1), tuple(seconds))
+    prepare()  # opening it has read nearly everything: it touches every matrix, and the system reads ahead
+    again = {"on_logits": prepare} if cache == COLD else {}
+    return generate(mapped.model, ids, NEW_TOKENS, **again)
 
 
 def _ours(ready: Wide, ids: Tensor, cache: str, model: str, seed: int) -> Generation:

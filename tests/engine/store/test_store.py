@@ -17,7 +17,16 @@ from specter_lab.engine.store import layout
 from specter_lab.engine.store import pack as packing
 from specter_lab.engine.store.layout import EXPERTS, INDEX, PAGE, RAW, read_index
 from specter_lab.engine.store.pack import JOURNAL, pack
-from specter_lab.engine.store.reader import BUFFERED, DIRECT, Mapping, PagedMemory, Reader, drop_pages, warm_pages
+from specter_lab.engine.store.reader import (
+    BUFFERED,
+    DIRECT,
+    Mapping,
+    PagedMemory,
+    Reader,
+    drop_pages,
+    unmap_pages,
+    warm_pages,
+)
 from specter_lab.engine.store.verify import verify
 from specter_lab.errors import UserError
 from specter_lab.models.load import resolve
@@ -186,6 +195,18 @@ def test_the_mapping_knows_what_is_resident(copy):
     drop_pages(copy / RAW)
     mapping = Mapping(copy / RAW)
     assert not mapping.resident(0, (copy / RAW).stat().st_size // PAGE * PAGE)
+
+
+def test_mapped_pages_are_dropped_once_they_are_unmapped(copy):
+    size = (copy / RAW).stat().st_size // PAGE * PAGE
+    mapping, other = Mapping(copy / RAW), Mapping(copy / RAW)
+    expected = mapping.bytes.sum()  # every page is mapped
+    drop_pages(copy / RAW)
+    assert other.resident(0, size)
+    unmap_pages(mapping.bytes.ctypes.data, size)
+    drop_pages(copy / RAW)
+    assert not other.resident(0, PAGE)
+    assert mapping.bytes.sum() == expected
 
 
 def test_the_slab_is_exact():
