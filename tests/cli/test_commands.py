@@ -55,7 +55,7 @@ MISTAKES = [
     ((*NANO, "The end", "--mode", "slow"), "no mode 'slow': choose fast, paper, shared"),
     ((*NANO, "The end", "--draft", "int5"), "no draft 'int5': choose one of int4, none, gptq-int4"),
     ((*NANO, "The end", "--draft", "gptq-int8"), "symmetric 4-bit codes in groups of 128, gptq-int8 makes others"),
-    ((*NANO, "The end", "--draft", "data/zoo/qwen-nano"), "has no readable quantization_config"),
+    ((*NANO, "The end", "--draft", "data/zoo/qwen-nano"), "is not a quantised checkpoint"),
     ((*NANO, "The end", "--draft", "none", "--depth", "4"), "nothing drafts here"),
     ((*NANO, "The end", "--device", "tpu"), "no device 'tpu'"),
     ((*NANO, "The end", "--temperature", "-1"), "a temperature of -1"),

@@ -9,7 +9,7 @@ from specter_lab.compress.calibration import calibration_ids
 from specter_lab.compress.checkpoint import load_quantized
 from specter_lab.compress.int4 import dequantize_bank
 from specter_lab.compress.quantizers import quantize
-from specter_lab.engine import api, draft
+from specter_lab.engine import api, bench_draft, draft
 from specter_lab.engine.decoder import forward, new_kv_cache
 from specter_lab.engine.ops import TorchOps
 from specter_lab.engine.random_model import random_weights
@@ -148,3 +148,15 @@ def test_another_models_codes_of_the_same_shapes_are_refused(quantised, weights)
     qwen.host.copy_(qwen.host.flip(1).clone())
     with pytest.raises(UserError, match="is not of qwen-nano: its codes are 1[0-9][0-9]% away from the weights"):
         api.engine_for(qwen, draft=str(quantised["qwen-nano"]), **SLOTS)
+
+
+def test_the_bench_counts_and_compares(quantised, weights):
+    prompts = [ids_of(weights["qwen-nano"]), torch.arange(3, 9)]
+    drafts = ["int4", str(quantised["qwen-nano"])]
+    found = list(bench_draft.rows(weights["qwen-nano"], drafts, prompts, depth=3, new_tokens=12, slots=4))
+    assert [row.draft for row in found] == drafts and all(row.same_text and row.prompts == 2 for row in found)
+    for row in found:
+        assert 0 < row.acceptance_low <= row.acceptance <= row.acceptance_high <= 1 < row.tokens_per_round <= 4
+    assert (found[0].gain, found[0].gain_low, found[0].gain_high) == (0, 0, 0)
+    assert found[1].gain == pytest.approx(found[1].acceptance - found[0].acceptance)
+    assert 9 < found[0].residual_bits < found[1].residual_bits and found[0].exceptions < found[1].exceptions
