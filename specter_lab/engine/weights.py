@@ -33,8 +33,8 @@ class Weights:
     decoder: Decoder  # everything else, on the device
     tokenizer: PreTrainedTokenizerBase | None  # None: token ids only
     grown: Mapping[str, Axis] | None = None  # of a widened model: how its axes came about
-    _drafts: dict[str, DraftExperts] = field(default_factory=dict, repr=False)
-    _records: dict[str, Records] = field(default_factory=dict, repr=False)
+    _drafts: dict[str, DraftExperts] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _records: dict[str, Records] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def device(self) -> torch.device:

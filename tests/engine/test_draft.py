@@ -85,6 +85,21 @@ def test_it_changes_no_text(model, mode, transport, quantised, weights):
         assert torch.equal(batch[0], expected[:, : len(ids) + 16])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", api.TRANSPORTS)
+@pytest.mark.parametrize("mode", ["fast", "paper"])
+@pytest.mark.parametrize("model", MODELS)
+def test_it_changes_no_text_on_a_gpu(model, mode, transport, quantised, weights):
+    there, folder = load_weights(model, device="cuda"), str(quantised[model])
+    ids = ids_of(there)
+    expected = api.engine_for(there, draft="none", **SLOTS).generate(ids, 32, ignore_eos=True)
+    engine = api.engine_for(there, draft=folder, mode=mode, transport=transport, **SLOTS)
+    assert torch.equal(engine.generate(ids, 32, depth=4, ignore_eos=True), expected)
+    assert engine.stats.accepted > 0.4 * engine.stats.drafted
+    for bank, expected in zip(engine.draft.banks, weights[model].draft(folder).banks, strict=True):
+        assert all(torch.equal(getattr(bank, part).packed.cpu(), getattr(expected, part).packed) for part in PARTS)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_experts_come_whole_beside_gptq_codes(model, quantised, weights):
     """Error compensation moves codes away from the weights: more of them are listed as they are, and nothing is lost."""
