@@ -71,9 +71,8 @@ def test_the_draft_is_the_quantised_transformers_model(model, quantised, weights
 
 
 @pytest.mark.parametrize("transport", api.TRANSPORTS)
-@pytest.mark.parametrize(
-    ("model", "mode"), [*((model, mode) for model in MODELS for mode in ("fast", "paper")), ("qwen-nano", "shared")]
-)
+@pytest.mark.parametrize("mode", ["fast", "paper"])
+@pytest.mark.parametrize("model", MODELS)
 def test_it_changes_no_text(model, mode, transport, quantised, weights):
     ids = ids_of(weights[model])
     expected = api.engine_for(weights[model], draft="none", **SLOTS).generate(ids, 32, ignore_eos=True)
@@ -175,3 +174,12 @@ def test_the_bench_counts_and_compares(quantised, weights):
     assert (found[0].gain, found[0].gain_low, found[0].gain_high) == (0, 0, 0)
     assert found[1].gain == pytest.approx(found[1].acceptance - found[0].acceptance)
     assert 9 < found[0].residual_bits < found[1].residual_bits and found[0].exceptions < found[1].exceptions
+
+
+@pytest.mark.parametrize("transport", api.TRANSPORTS)
+def test_it_changes_no_text_where_the_host_shares(transport, quantised, weights):
+    """In float32 the host's sums are close enough for the same greedy text."""
+    qwen, folder = weights["qwen-nano"], str(quantised["qwen-nano"])
+    expected = api.engine_for(qwen, draft="none", **SLOTS).generate(ids_of(qwen), 32, ignore_eos=True)
+    engine = api.engine_for(qwen, draft=folder, mode="shared", transport=transport, **SLOTS)
+    assert torch.equal(engine.generate(ids_of(qwen), 32, depth=4, ignore_eos=True), expected)
