@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
 from tqdm.auto import tqdm
 
 from specter_lab import paths
@@ -97,7 +97,7 @@ def _wanted(shape: Shape, model: str) -> RoutedExperts:
     return RoutedExperts(model, shape.moe_layers, shape.num_experts, shape.hidden, shape.expert_width)
 
 
-def _on(part: Int4Weights, device) -> Int4Weights:
+def _on(part: Int4Weights, device: torch.device) -> Int4Weights:
     return Int4Weights(part.packed.to(device), part.scales.to(device))
 
 
@@ -116,10 +116,7 @@ def _check_alike(weights: Weights, bank: Int4Bank, where: str) -> None:
     codes, own = dequantize_bank(Int4Bank(bank.layer, *cut)), _bank(weights, 0, one)
     for projection in ("gate", "up", "down"):
         found, expected = getattr(codes, projection), getattr(own, projection).float()
-        if not _relative(found, expected) < UNLIKE:
-            raise UserError(f"{where} is not of {weights.name}: its codes are {_relative(found, expected):.0%} away from the weights; "
-                            f"use a checkpoint of this very model")  # fmt: skip
-
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+        away, size = (found - expected).norm(), expected.norm()
+        if away > UNLIKE * size:
+            raise UserError(f"{where} is not of {weights.name}: its codes are {away / size:.0%} away from the weights; use a checkpoint of "
+                            f"this very model")  # fmt: skip
