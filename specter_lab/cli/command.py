@@ -112,6 +112,12 @@ def quantizers() -> Iterable[str]:
     return QUANTIZERS
 
 
+def drafts() -> tuple[str, ...]:
+    from specter_lab.engine.draft import draft_names
+
+    return draft_names()
+
+
 def profiles() -> list[str]:
     from specter_lab.plan.hardware import profile_names
 

@@ -6,14 +6,13 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from specter_lab.cli.command import add, add_model, policies, whole
+from specter_lab.cli.command import add, add_model, drafts, policies, whole
 from specter_lab.errors import UserError
 
 if TYPE_CHECKING:
     from specter_lab.serve.model import Served
 
 MODES = ("fast", "paper", "shared")
-DRAFTS = ("int4", "none")
 TRANSPORTS = ("whole", "residual")
 
 
@@ -36,10 +35,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(MODES)} (default: fast; paper where nothing drafts and experts lack slots)",
     )
     add(group, "--policy", words=policies, metavar="NAME", help="an exact policy (default: the mode's)")
-    add(group, "--draft", words=lambda: DRAFTS, default="int4", metavar="DRAFT",
-        help="int4 (default: speculative, the same text), or none")  # fmt: skip
+    add(group, "--draft", words=drafts, files=True, default="int4", metavar="DRAFT",
+        help="whose 4-bit experts draft; the text is the same: int4 (default: rounded here), a quantiser as gptq-int4 (run first if "
+             "the cache lacks its codes), a GPTQ checkpoint of this model, or none")  # fmt: skip
     add(group, "--transport", words=lambda: TRANSPORTS, default="whole", metavar="WAY",
-        help="whole (default), or residual: experts cross the link without what their INT4 codes say, bit for bit the same")  # fmt: skip
+        help="whole (default), or residual: experts cross the link without what the draft's codes say, bit for bit the same")  # fmt: skip
     add(
         group,
         "--depth",
@@ -56,12 +56,13 @@ def load_served(options: argparse.Namespace) -> Served:
     Raises:
         UserError: a budget, mode, draft, depth, device or model that cannot be.
     """
-    for name, known in (("mode", (None, *MODES)), ("draft", DRAFTS), ("transport", TRANSPORTS)):
+    for name, known in (("mode", (None, *MODES)), ("transport", TRANSPORTS)):
         if getattr(options, name) not in known:
             raise UserError(f"no {name} '{getattr(options, name)}': choose {', '.join(filter(None, known))}")
     if options.slots is not None and options.expert_budget is not None:
         raise UserError("--slots and --expert-budget say the same thing: give one of them")
     from specter_lab.engine.api import MAX_DEPTH, engine_for, in_bytes
+    from specter_lab.engine.draft import prepare_draft
     from specter_lab.engine.weights import load_weights
     from specter_lab.models.load import check_device
     from specter_lab.serve.model import served
@@ -74,6 +75,7 @@ def load_served(options: argparse.Namespace) -> Served:
         in_bytes(size or 0)  # before the weights are read
     if options.device is not None:
         check_device(options.device)
+    prepare_draft(options.model, options.draft)
     print(f"loading {options.model} ...", file=sys.stderr)
     weights = load_weights(options.model, device=options.device)
     slots = options.slots or max(1, weights.shape.num_experts // 2)

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from specter_lab.cli.command import Answer, Command, add, number, policies, positive, whole
+from specter_lab.cli.command import Answer, Command, add, drafts, number, policies, positive, whole
 from specter_lab.cli.engine_options import add_engine, load_served
 from specter_lab.errors import UserError
 
@@ -61,7 +61,7 @@ def _lines(found: dict) -> str:
             f"{found['time_to_first_token_ms']:.0f} ms\n"
             f"acceptance {'-' if accepted is None else f'{accepted:.1%}'}, {found['tokens_per_round']:.2f} tokens per round, "
             f"hit rate {hits:.1%}, {moved / 1e6:.3f} MB of experts per token\n"
-            f"policy {found['policy']}, {found['slots_per_layer']} of {found['experts_per_layer']} experts per layer in "
+            f"policy {found['policy']}, draft {found['draft']}, {found['slots_per_layer']} of {found['experts_per_layer']} experts per layer in "
             f"slots")  # fmt: skip
 
 
@@ -90,8 +90,9 @@ COMMAND = Command(
     'specter-lab generate qwen-nano "The old man walked along"\n'
     'specter-lab generate qwen-nano "Once upon" --slots 4 --temperature 0.8 --seed 7\n'
     "specter-lab generate path/to/checkpoint --expert-budget 6GiB < prompt.txt > text.txt\n"
+    'specter-lab generate qwen-nano "The end" --draft gptq-int4        # quantised on the first call, then kept\n'
     'specter-lab generate qwen-nano "The end" --draft none --json      # plain decoding: the same greedy text',
-    arguments, run, names=lambda: {"policies": policies()},
+    arguments, run, names=lambda: {"policies": policies(), "drafts": drafts()},
     description="Decodes with the routed experts in host memory and as many as the budget holds on the device. The text goes to "
                 "standard output as it is written, the numbers to standard error.",
 )  # fmt: skip

@@ -70,7 +70,8 @@ COMMAND = Command(
     "quantize", "make a checkpoint with quantised experts (GPTQ, AWQ, GGUF, round to nearest)",
     "specter-lab quantize qwen-nano --quantizer rtn-int4 --out qwen-nano-int4/\n"
     "specter-lab quantize path/to/checkpoint --quantizer awq-int4 --calibration mine.jsonl\n"
-    "specter-lab measure qwen-nano --quantizer qwen-nano-int4/",
+    "specter-lab measure qwen-nano --quantizer qwen-nano-int4/\n"
+    'specter-lab generate qwen-nano "The end" --draft qwen-nano-int4/',
     arguments, run, names=lambda: {"quantisers": quantizers()},
     description="Quantises the routed experts and nothing else. What was made is kept in the cache: the same question is "
                 "answered at once. The folder has a report of what made it, and of experts that calibration did not reach.",

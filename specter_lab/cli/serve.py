@@ -9,7 +9,7 @@ import signal
 import sys
 from dataclasses import replace
 
-from specter_lab.cli.command import Answer, Command, add, policies, positive, whole
+from specter_lab.cli.command import Answer, Command, add, drafts, policies, positive, whole
 from specter_lab.cli.engine_options import add_engine, load_served
 from specter_lab.errors import UserError
 
@@ -90,10 +90,11 @@ COMMAND = Command(
     "serve", "OpenAI's completions and chat protocol over one model",
     "specter-lab serve qwen-nano                           # http://127.0.0.1:8000/v1, no key\n"
     "specter-lab serve path/to/checkpoint --expert-budget 12GiB --mode paper --lanes 8\n"
+    "specter-lab serve path/to/checkpoint --draft path/to/its-gptq-checkpoint --transport residual\n"
     f"{KEY}=... specter-lab serve qwen-nano --host 0.0.0.0\n"
     "curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\\n"
     "     -d '{\"model\": \"qwen-nano\", \"prompt\": \"The old man\", \"stream\": true}'",
-    arguments, run, names=lambda: {"policies": policies()},
+    arguments, run, names=lambda: {"policies": policies(), "drafts": drafts()},
     description="Serves /v1/models, /v1/completions and /v1/chat/completions, whole or streamed, with stop, seed, temperature, "
                 "max_tokens and usage; parameters that it cannot honour are refused, not ignored. One request is written at a "
                 "time, or --lanes of them together, the others wait in line; one whose client hangs up is dropped after its round.",

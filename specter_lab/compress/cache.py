@@ -21,12 +21,12 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     Raises:
         UserError: the disk is full; nothing is left behind.
     """
-    if _is_whole(folder):
+    if is_whole(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_name(folder.name + ".lock")):
-            if not _is_whole(folder):
+            if not is_whole(folder):
                 with whole_folder(folder) as half:
                     build(half)
                     (half / MANIFEST).write_text(json.dumps(_hashes(half), indent=2))
@@ -44,7 +44,8 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Whether `folder` is there with every file its manifest lists, unaltered."""
     try:
         return json.loads((folder / MANIFEST).read_bytes()) == _hashes(folder)
     except (OSError, ValueError):

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from specter_lab.compress.calibration import SEQUENCES_PER_PASS
 from specter_lab.models.load import LoadedModel
@@ -59,6 +60,7 @@ def measure(source: LoadedModel, ids: Tensor, *, fallback: str) -> Coverage:
         counts[routing.layer] = counts.get(routing.layer, 0) + tokens
 
     with observe_routing(source.model, count):
-        for batch in ids.to(source.model.device).split(SEQUENCES_PER_PASS):
+        batches = ids.to(source.model.device).split(SEQUENCES_PER_PASS)
+        for batch in tqdm(batches, f"calibration coverage of {source.name}", unit="batch", delay=2.0):
             source.model(batch, use_cache=False, logits_to_keep=1)
     return of_counts(counts, ids.numel(), fallback=fallback)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from specter_lab.compress.gptq_format import FORMAT_V1, to_tensors
 from specter_lab.compress.grid import CodedBank
@@ -77,7 +78,8 @@ def write_gptq(
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     save("model-shared.safetensors", _other_tensors(source))
-    for bank in banks:
+    layers = len(source.adapter.moe_layers(source.model))
+    for bank in tqdm(banks, f"quantising {source.name}", layers, unit="layer", delay=2.0):
         save(f"model-experts-{bank.layer:03d}.safetensors", _bank_tensors(bank))
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}))
 

@@ -1,11 +1,17 @@
-"""Reading GPTQ and AWQ checkpoints in safetensors: this project's, gptqmodel's, AutoGPTQ's and AutoAWQ's."""
+"""Reading GPTQ and AWQ checkpoints in safetensors: this project's, gptqmodel's, AutoGPTQ's and AutoAWQ's.
+
+`open_packed` gives effective weights, for models that compute with any; `int4_stored` takes the codes as they are.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +26,29 @@ from specter_lab.models.load import LoadedModel
 
 _PACKED = ("qweight", "qzeros", "scales", "g_idx")
 _LAYOUTS = {"gptq": (gptq_format.FORMAT_V1, gptq_format.FORMAT_V2), "awq": ("gemm",)}
+Converted = TypeVar("Converted")
 Tensors = dict[str, safe_open]  # full tensor name -> the open file that holds it
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An open checkpoint folder: nothing but names is read yet."""
+
+    folder: Path
+    tensors: Tensors
+    config: dict  # quantization_config
+
+    @property
+    def method(self) -> str:
+        return self.config["quant_method"]
+
+    @property
+    def layout(self) -> str:
+        return _layout(self.config)
+
+    @property
+    def bits(self) -> int:
+        return self.config["bits"] if "bits" in self.config else self.config["w_bit"]  # w_bit: older AutoAWQ
 
 
 def _open(folder: Path) -> Tensors:
@@ -54,10 +82,6 @@ def _layout(config: dict) -> str:
     return next((config[key].lower() for key in keys if key in config), _LAYOUTS[config["quant_method"]][0])
 
 
-def _bits(config: dict) -> int:
-    return config["bits"] if "bits" in config else config["w_bit"]  # AutoAWQ calls it w_bit in older files
-
-
 def _refuse_quantized_router(folder: Path, stored: Tensors) -> None:
     for name in stored:
         if (match := ROUTER.search(name)) and match[3] in _PACKED:
@@ -67,11 +91,11 @@ def _refuse_quantized_router(folder: Path, stored: Tensors) -> None:
             )
 
 
-def open_packed(folder: Path, source: LoadedModel) -> StoredExperts:
-    """The routed experts of a GPTQ or AWQ checkpoint folder.
+def open_folder(folder: Path) -> Packed:
+    """A GPTQ or AWQ checkpoint folder.
 
     Raises:
-        UserError: not such a checkpoint, a damaged file, an incomplete expert, or a quantised router.
+        UserError: not such a checkpoint, a damaged file, or a quantised router.
     """
     try:
         stored = _open(folder)
@@ -79,43 +103,68 @@ def open_packed(folder: Path, source: LoadedModel) -> StoredExperts:
         raise UserError(f"{folder} has a damaged file ({error}): fetch or make it again") from error
     config = _quantization_config(folder)
     _refuse_quantized_router(folder, stored)
-    quantizer = f"{config['quant_method']}-int{_bits(config)}"
-    others = [name for name in stored if name.endswith(".qweight") and not EXPERT.search(name)]
-    notes = (unused_note(others),) if others else ()
-    return StoredExperts(quantizer, notes, _projections(folder, stored, config, source))
+    return Packed(folder, stored, config)
 
 
-def _projections(folder: Path, stored: Tensors, config: dict, source: LoadedModel) -> Iterator[StoredProjection]:
-    experts: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name in stored:
+def experts_of(packed: Packed, num_experts: int, model: str) -> dict[tuple[int, str], list[list[str]]]:
+    """(decoder layer, projection) -> of every expert, in order, the names of its tensors.
+
+    Raises:
+        UserError: one of the `num_experts` experts that `model` has in a layer is missing.
+    """
+    found: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in packed.tensors:
         if (match := EXPERT.search(name)) and match[4] in _PACKED:
-            experts[int(match[1]), PROJECTIONS[match[3]]][int(match[2])].append(name)
-    for (layer, projection), names_of in sorted(experts.items()):
-        if missing := sorted(set(range(source.num_experts)) - names_of.keys()):
-            raise UserError(f"{folder}: {projection} of expert {missing[0]} in layer {layer} is missing: "
-                            f"{source.name} has {source.num_experts} experts in every layer")  # fmt: skip
-        read = [_read_matrix(folder, stored, names, config) for _, names in sorted(names_of.items())]
+            found[int(match[1]), PROJECTIONS[match[3]]][int(match[2])].append(name)
+    for (layer, projection), names_of in found.items():
+        if missing := sorted(set(range(num_experts)) - names_of.keys()):
+            raise UserError(f"{packed.folder}: {projection} of expert {missing[0]} in layer {layer} is missing: "
+                            f"{model} has {num_experts} experts in every layer")  # fmt: skip
+    return {where: [names for _, names in sorted(names_of.items())] for where, names_of in sorted(found.items())}
+
+
+def read_matrix(packed: Packed, names: list[str], convert: Callable[[dict[str, Tensor]], Converted]) -> Converted:
+    """What `convert` makes of one linear layer's tensors, which it gets by their last names.
+
+    Raises:
+        UserError: the file is damaged, or a tensor that `convert` asks for is missing.
+    """
+    try:
+        return convert({name.rpartition(".")[2]: packed.tensors[name].get_tensor(name) for name in names})
+    except (SafetensorError, KeyError, RuntimeError, ValueError, IndexError) as error:
+        raise UserError(f"{packed.folder}: '{names[0].rpartition('.')[0]}' cannot be read ({error}): the file is damaged, "
+                        f"fetch or make it again") from error  # fmt: skip
+
+
+def open_packed(folder: Path, source: LoadedModel) -> StoredExperts:
+    """The effective weights of the routed experts in a GPTQ or AWQ checkpoint folder.
+
+    Raises:
+        UserError: as `open_folder`, or an incomplete expert.
+    """
+    packed = open_folder(folder)
+    others = [name for name in packed.tensors if name.endswith(".qweight") and not EXPERT.search(name)]
+    notes = (unused_note(others),) if others else ()
+    return StoredExperts(f"{packed.method}-int{packed.bits}", notes, _projections(packed, source))
+
+
+def _projections(packed: Packed, source: LoadedModel) -> Iterator[StoredProjection]:
+    for (layer, projection), experts in experts_of(packed, source.num_experts, source.name).items():
+        read = [read_matrix(packed, names, partial(_effective, packed)) for names in experts]
         weights, stored_bytes = zip(*read)
         if len({matrix.shape for matrix in weights}) > 1:
-            raise UserError(f"{folder}: {projection} in layer {layer} has experts of several shapes: the file is "
+            raise UserError(f"{packed.folder}: {projection} in layer {layer} has experts of several shapes: the file is "
                             f"damaged, fetch or make it again")  # fmt: skip
         yield StoredProjection(layer, projection, torch.stack(weights), sum(stored_bytes))
 
 
-def _read_matrix(folder: Path, stored: Tensors, names: list[str], config: dict) -> tuple[Tensor, int]:
-    """Effective float32 weights [out, in] of one linear layer, given its tensors' names, and their stored bytes."""
-    try:
-        tensors = {name.rpartition(".")[2]: stored[name].get_tensor(name) for name in names}
-        return _effective(tensors, config), _stored_bytes(tensors)
-    except (SafetensorError, KeyError, RuntimeError, ValueError, IndexError) as error:
-        raise UserError(f"{folder}: '{names[0].rpartition('.')[0]}' cannot be read ({error}): the file is damaged, "
-                        f"fetch or make it again") from error  # fmt: skip
-
-
-def _effective(tensors: dict[str, Tensor], config: dict) -> Tensor:
-    if config["quant_method"] == "awq":
-        return dequantize_awq(tensors["qweight"], tensors["qzeros"], tensors["scales"], _bits(config))
-    return gptq_format.dequantize(tensors, _layout(config))
+def _effective(packed: Packed, tensors: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Effective float32 weights [out, in] of one linear layer, and their stored bytes."""
+    if packed.method == "awq":
+        weights = dequantize_awq(tensors["qweight"], tensors["qzeros"], tensors["scales"], packed.bits)
+    else:
+        weights = gptq_format.dequantize(tensors, packed.layout)
+    return weights, _stored_bytes(tensors)
 
 
 def _stored_bytes(tensors: dict[str, Tensor]) -> int:

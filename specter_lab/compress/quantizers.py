@@ -12,14 +12,16 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from gguf import GGMLQuantizationType as GgmlType
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from specter_lab.compress import coverage, external, gptq
-from specter_lab.compress.cache import build_once
-from specter_lab.compress.calibration import digest_of
+from specter_lab.compress.cache import build_once, is_whole
+from specter_lab.compress.calibration import calibration_ids, digest_of
 from specter_lab.compress.coverage import Coverage, of_counts
 from specter_lab.compress.gguf import fallbacks, write_gguf
 from specter_lab.compress.gptq import DAMP
@@ -29,7 +31,16 @@ from specter_lab.compress.quantizer import Outcome, Quantizer
 from specter_lab.compress.report import Report, write_report
 from specter_lab.compress.sequential import quantize_in_order
 from specter_lab.errors import UserError
-from specter_lab.models.load import LoadedModel
+from specter_lab.models.load import (
+    LoadedModel,
+    checkpoint_digest,
+    load,
+    placement,
+    read_config,
+    read_tokenizer,
+    resolve,
+    shown_name,
+)
 
 HERE = Path(__file__).parent
 
@@ -58,7 +69,11 @@ def _write_gguf(source: LoadedModel, _ids: Tensor, folder: Path, *, kind: GgmlTy
 def _write_outside(source: LoadedModel, ids: Tensor, folder: Path, *, job: str, bits: int) -> Outcome:
     made = folder.with_suffix(".job")  # beside the folder, so that the log of a job that fails outlives it
     shutil.rmtree(made, ignore_errors=True)
-    report = external.run_job(job, source.path, made, bits=bits, calibration=ids.cpu())
+    layers = source.model.config.num_hidden_layers
+    with tqdm(total=layers, desc=f"quantising {source.name} by {job}", unit="layer") as bar:
+        report = external.run_job(
+            job, source.path, made, bits=bits, calibration=ids.cpu(), on_progress=lambda _layer: bar.update()
+        )
     for file in made.iterdir():
         file.rename(folder / file.name)
     made.rmdir()
@@ -131,11 +146,37 @@ def _code_digest() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _entry(cache_dir: Path, source: LoadedModel, what: str, **identity: object) -> Path:
+class _Source(NamedTuple):
+    """What of a model decides what is made from it."""
+
+    name: str
+    digest: str
+    dtype: str
+
+
+def _identity(source: LoadedModel) -> _Source:
+    return _Source(source.name, source.digest, str(source.model.dtype))
+
+
+def _entry(cache_dir: Path, source: _Source, what: str, **identity: object) -> Path:
     """The folder of something made from `source`, named by everything that decides its content."""
-    identity |= {"what": what, "model": source.digest, "dtype": str(source.model.dtype), "code": _code_digest()}
+    identity |= {"what": what, "model": source.digest, "dtype": source.dtype, "code": _code_digest()}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return cache_dir / f"{source.name.replace('/', '--')}-{what}-{key[:16]}"
+
+
+def _checkpoint(cache_dir: Path, source: _Source, quantizer: Quantizer, calibration: str) -> Path:
+    """Where the checkpoint of a quantiser that can run here is, or will be."""
+    identity = {"parameters": quantizer.parameters, "calibration": calibration, "versions": _versions(quantizer)}
+    return _entry(cache_dir, source, quantizer.name, bits=quantizer.bits, **identity)
+
+
+def _runnable(quantizer_name: str, model: str, model_type: str) -> Quantizer:
+    if quantizer_name not in QUANTIZERS:
+        raise UserError(f"no quantiser '{quantizer_name}': choose one of {', '.join(QUANTIZERS)}")
+    if reason := not_run_reason(quantizer_name, model_type):
+        raise UserError(f"{quantizer_name} on {model} {reason}")
+    return QUANTIZERS[quantizer_name]
 
 
 def _source_coverage(source: LoadedModel, ids: Tensor, cache_dir: Path) -> Coverage:
@@ -145,40 +186,50 @@ def _source_coverage(source: LoadedModel, ids: Tensor, cache_dir: Path) -> Cover
         measured = coverage.measure(source, ids, fallback="nothing: every expert is quantised without calibration")
         (folder / "coverage.json").write_text(json.dumps(measured.to_json()))
 
-    folder = build_once(_entry(cache_dir, source, "coverage", calibration=digest_of(ids)), build)
+    folder = build_once(_entry(cache_dir, _identity(source), "coverage", calibration=digest_of(ids)), build)
     return Coverage.from_json(json.loads((folder / "coverage.json").read_text()))
 
 
-def quantize(source: LoadedModel, quantizer_name: str, calibration_ids: Tensor, cache_dir: Path) -> Path:
+def quantize(source: LoadedModel, quantizer_name: str, ids: Tensor, cache_dir: Path) -> Path:
     """The folder of a quantised checkpoint, made if the cache does not hold it; `checkpoint.load_quantized` reads it.
 
     Args:
         source: the full-precision model.
         quantizer_name: key of `QUANTIZERS`.
-        calibration_ids: [N, T] token ids.
+        ids: [N, T] token ids of the calibration text.
         cache_dir: where checkpoints are kept, named by content; made if missing.
 
     Raises:
         UserError: unknown quantiser, one that cannot run here (`not_run_reason`), or the disk is full.
     """
-    if quantizer_name not in QUANTIZERS:
-        raise UserError(f"no quantiser '{quantizer_name}': choose one of {', '.join(QUANTIZERS)}")
-    quantizer = QUANTIZERS[quantizer_name]
-    if reason := not_run_reason(quantizer_name, source.model.config.model_type):
-        raise UserError(f"{quantizer_name} on {source.name} {reason}")
-    versions = _versions(quantizer)
-    calibration = digest_of(calibration_ids)
+    quantizer = _runnable(quantizer_name, source.name, source.model.config.model_type)
+    calibration = digest_of(ids)
 
     def build(folder: Path) -> None:
         start = time.monotonic()
-        outcome = quantizer.write(source, calibration_ids, folder)
+        outcome = quantizer.write(source, ids, folder)
         seconds = round(time.monotonic() - start, 2)
-        covered = outcome.coverage or _source_coverage(source, calibration_ids, cache_dir)
+        covered = outcome.coverage or _source_coverage(source, ids, cache_dir)
         report = Report(
-            quantizer.name, quantizer.bits, quantizer.parameters, source.name, source.digest, calibration, versions,
-            seconds, covered, outcome.fallbacks,
+            quantizer.name, quantizer.bits, quantizer.parameters, source.name, source.digest, calibration,
+            _versions(quantizer), seconds, covered, outcome.fallbacks,
         )  # fmt: skip
         write_report(report, folder)
 
-    identity = {"parameters": quantizer.parameters, "calibration": calibration, "versions": versions}
-    return build_once(_entry(cache_dir, source, quantizer.name, bits=quantizer.bits, **identity), build)
+    return build_once(_checkpoint(cache_dir, _identity(source), quantizer, calibration), build)
+
+
+def quantized(model: str, quantizer_name: str, cache_dir: Path) -> Path:
+    """As `quantize`, with the project's calibration text, of a zoo model, folder or hub id; it is loaded only if the cache has to
+    be filled.
+
+    Raises:
+        UserError: as `quantize`, or no such model.
+    """
+    folder = resolve(model)
+    config = read_config(folder)
+    quantizer = _runnable(quantizer_name, model, config.model_type)
+    ids = calibration_ids(read_tokenizer(folder, config.vocab_size))
+    source = _Source(shown_name(model), checkpoint_digest(folder), str(placement(model)["dtype"]))
+    made = _checkpoint(cache_dir, source, quantizer, digest_of(ids))
+    return made if is_whole(made) else quantize(load(model, **placement(model)), quantizer_name, ids, cache_dir)

@@ -9,7 +9,8 @@ exponent is one of a few:
 
 With the seven bits of the mantissa every weight takes one byte, and those near zero a few bits more: 8.8 bits of 16 for Gaussian
 weights rounded to nearest. Whatever this does not reproduce (zeros, subnormal numbers, Inf, NaN, codes that error compensation has
-moved) is listed as it is, so that every pattern comes back bit for bit.
+moved) is listed as it is, so that every pattern comes back bit for bit. Beside GPTQ's codes 2 to 3 % of the zoo's weights are listed,
+and 10.2 to 10.5 bits cross instead of 9.0 to 9.2 (`engine.bench_draft`).
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from specter_lab.engine.arena import Budget
 from specter_lab.engine.batch import Piece, Request, Take, decode_batch, in_order
 from specter_lab.engine.decode import Meter, OnRound, decode
+from specter_lab.engine.draft import NONE, ROUNDED, prepare_draft
 from specter_lab.engine.expert_math import DraftExperts
 from specter_lab.engine.experts import ExpertMemory, new_expert_memory
 from specter_lab.engine.host_experts import new_host_experts
@@ -267,12 +268,13 @@ def load(model: str, *, device: str | None = None, widen_to: str | None = None, 
     Raises:
         UserError: unknown model or policy, or a budget that does not suffice.
     """
+    prepare_draft(model, how.get("draft", ROUNDED))
     return engine_for(load_weights(model, device=device, widen_to=widen_to), **how)
 
 
 def engine_for(
     weights: Weights, *, expert_budget: str | int, in_slots: bool = False, mode: str | None = None, policy: str | Policy | None = None,
-    draft: str = "int4", transport: str = WHOLE, memory_budget: str | int = 2**62, profile: str = PAPERS_GPU,
+    draft: str = ROUNDED, transport: str = WHOLE, memory_budget: str | int = 2**62, profile: str = PAPERS_GPU,
 ) -> Engine:  # fmt: skip
     """An engine over loaded weights.
 
@@ -285,18 +287,22 @@ def engine_for(
             "fast" with a draft or where every expert has a slot; else "paper", because what kernels read by themselves takes no
             slot and is not there the next time.
         policy: an exact policy, or the id of one in `plan.policies`; default: the mode's.
-        draft: "int4", or "none" for plain decoding.
-        transport: "residual": experts cross the link without what their INT4 codes say, about 9 of 16 bits, and are restored bit
-            for bit; needs the codes on the device and host memory for both forms. What kernels read by themselves crosses whole.
+        draft: "int4": the experts rounded to nearest; "gptq-int4" or another of `draft.draft_names`: a quantiser's codes, which
+            are made first if the cache lacks them; folder or hub id of a GPTQ checkpoint of this model; "none": plain decoding.
+        transport: "residual": experts cross the link without what the draft's codes say, about 9 of 16 bits (beside GPTQ's 10.5,
+            since its codes lie further from the weights), and are restored bit for bit; needs the codes on the device and host
+            memory for both forms. What kernels read by themselves crosses whole.
         memory_budget: of everything the engine holds on the device.
         profile: of this machine, for policies that plan with its numbers.
 
     Raises:
-        UserError: unknown mode or policy, a policy the engine cannot run, or a budget that does not suffice.
+        UserError: unknown mode, policy or draft, a policy the engine cannot run, a draft that does not fit (`int4_stored`), or a
+            budget that does not suffice.
     """
     shape, slots = weights.shape, _slots_per_layer(weights, expert_budget, in_slots)
     policy = find_policy(policy) if isinstance(policy, str) else policy
-    drafts = draft == "int4" and (policy is None or policy.draft is not None)
+    prepare_draft(weights.name, draft)
+    drafts = draft != NONE and (policy is None or policy.draft is not None)
     if mode is None:
         shared = policy is not None and policy.miss == CPU_IF_SOONER
         mode = "shared" if shared else "fast" if drafts or slots >= shape.num_experts else "paper"
@@ -305,7 +311,8 @@ def engine_for(
     chosen = _runnable(policy or find_policy(MODES[mode]), mode)
     if transport not in TRANSPORTS:
         raise UserError(f"no transport '{transport}': choose {' or '.join(TRANSPORTS)}")
-    records = weights.records if transport == RESIDUAL else None
+    codes = draft if draft != NONE else ROUNDED  # beside which experts cross the link
+    records = weights.records(codes) if transport == RESIDUAL else None
     crossing = Transport(records.bits) if records else Transport()
     costs = StepCosts(anatomy(weights.config, weights.name), read_profile(profile), transport=crossing)
     scene = Scene(costs, slots, MAX_DEPTH)
@@ -315,8 +322,8 @@ def engine_for(
     memory = new_expert_memory(
         shape, weights.host, count, budget, device=weights.device, order=chosen.order, records=records
     )
-    pool = weights.draft if drafts else DraftExperts(())
-    codes_bytes = weights.draft.nbytes if records else pool.nbytes
+    pool = weights.draft(draft if drafts else NONE)
+    codes_bytes = weights.draft(codes).nbytes if records else pool.nbytes
     budget.take("draft's INT4 experts", codes_bytes, "use draft='none' and transport='whole', or a larger budget")
     prefetcher = chosen.prefetch(scene)
     host = new_host_experts(memory) if mode == "shared" else None

@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--widen-to", default=None)
     parser.add_argument("--random", default=None, metavar="ORIGINAL", help="random weights of this geometry instead")
     parser.add_argument("--systems", nargs="+", default=["fast"], help="modes, or mode:policy like paper:lru")
+    parser.add_argument("--draft", default="int4", help="as of specter-lab generate, e.g. gptq-int4")
     parser.add_argument("--slots", type=int, nargs="+", default=[60, 15])
     parser.add_argument("--depths", type=int, nargs="*", default=None, help="instead of 0 3 8 16 and online")
     parser.add_argument("--tokens", type=int, default=128)
@@ -174,8 +175,13 @@ def main() -> None:
     weights = _loaded(options)
     for slots, system in product(options.slots, options.systems):
         mode, _, policy = system.partition(":")
-        engine = engine_for(weights, expert_budget=slots, in_slots=True, mode=mode, policy=policy or None)
-        print(f"{engine.policy.title}, {slots} slots per layer: {engine.budget.taken}", flush=True)
+        engine = engine_for(
+            weights, expert_budget=slots, in_slots=True, mode=mode, policy=policy or None, draft=options.draft
+        )
+        print(
+            f"{engine.policy.title}, draft {engine.draft.name}, {slots} slots per layer: {engine.budget.taken}",
+            flush=True,
+        )
         if slots >= weights.shape.num_experts and mode == "fast":
             engine.fill_slots()
             timed = _show_passes(engine)

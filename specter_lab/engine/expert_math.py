@@ -59,6 +59,7 @@ class DraftExperts:
     """The draft's INT4 experts, all of them resident."""
 
     banks: tuple[Int4Bank, ...]  # per MoE layer, on the device
+    name: str = "int4"  # whose codes these are (`engine.draft`)
 
     @property
     def nbytes(self) -> int:

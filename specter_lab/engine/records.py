@@ -21,7 +21,7 @@ from specter_lab.compress.residual import Residual, decode, encode
 from specter_lab.engine.arena import host_slab
 from specter_lab.errors import UserError
 
-LIKELY_BITS = 9  # of a weight
+LIKELY_BITS = 9  # of a weight, beside rounded codes; 10.5 beside GPTQ's
 
 
 @dataclass(frozen=True)

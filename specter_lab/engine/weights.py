@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from specter_lab.compress.int4 import Int4Bank, quantize_bank
 from specter_lab.engine.decoder import Decoder
+from specter_lab.engine.draft import NONE, ROUNDED, draft_banks
 from specter_lab.engine.expert_math import DraftExperts
 from specter_lab.engine.experts import new_host, put
 from specter_lab.engine.load import checkpoint_tensors, read_decoder
 from specter_lab.engine.records import Records, new_records
 from specter_lab.engine.shape import Shape, shape_of
-from specter_lab.models.experts import ExpertBank
 from specter_lab.models.load import read_config, read_tokenizer, resolve
 from specter_lab.models.originals import config_for
-from specter_lab.models.widen import widened_config, widened_tensors
+from specter_lab.models.widen import Axis, axes, widened_config, widened_tensors
 
 
 @dataclass(frozen=True)
@@ -33,53 +32,51 @@ class Weights:
     host: Tensor  # [L, E, N] gate, up and down of every routed expert; pinned where a GPU reads it
     decoder: Decoder  # everything else, on the device
     tokenizer: PreTrainedTokenizerBase | None  # None: token ids only
+    grown: Mapping[str, Axis] | None = None  # of a widened model: how its axes came about
+    _drafts: dict[str, DraftExperts] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _records: dict[str, Records] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def device(self) -> torch.device:
         return self.decoder.embedding.device
 
-    @cached_property
-    def draft(self) -> DraftExperts:
-        """The draft's INT4 experts, rounded to nearest."""
-        return DraftExperts(int4_banks(self))
+    def draft(self, name: str = ROUNDED) -> DraftExperts:
+        """The draft's INT4 experts by name or checkpoint (`engine.draft`), read once.
 
-    @cached_property
-    def records(self) -> Records:
-        """The experts beside the draft's codes, for residual transport; host memory of about 9/16 of `host` more."""
-        return new_records(self.host, self.draft.banks)
+        Raises:
+            UserError: no such draft, or one that does not fit.
+        """
+        if name not in self._drafts:
+            self._drafts[name] = DraftExperts(() if name == NONE else draft_banks(self, name), name)
+        return self._drafts[name]
+
+    def records(self, draft: str = ROUNDED) -> Records:
+        """The experts beside that draft's codes, for residual transport; host memory of 9/16 of `host` or somewhat more."""
+        if draft not in self._records:
+            self._records[draft] = new_records(self.host, self.draft(draft).banks)
+        return self._records[draft]
 
 
 def load_weights(model: str, *, device: str | None = None, widen_to: str | None = None) -> Weights:
     """Read a zoo model, checkpoint folder or hub id; see `api.load`."""
     folder = resolve(model)
-    config, tensors = read_config(folder), checkpoint_tensors(folder)
+    config, tensors, grown = read_config(folder), checkpoint_tensors(folder), None
     if widen_to is not None:
         small, config = config, widened_config(config, config_for(widen_to))
-        tensors = widened_tensors(folder, small, config)
+        tensors, grown = widened_tensors(folder, small, config), axes(small, config)
     tokenizer = read_tokenizer(folder, config.vocab_size)
     return new_weights(config, model, tokenizer, device, lambda host, where: read_decoder(
         config, tensors, partial(put, host), device=where, dtype=host.dtype,
-    ))  # fmt: skip
+    ), grown)  # fmt: skip
 
 
 def new_weights(
     config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenizerBase | None, device: str | None,
-    read: Callable[[Tensor, str], Decoder],
+    read: Callable[[Tensor, str], Decoder], grown: Mapping[str, Axis] | None = None,
 ) -> Weights:  # fmt: skip
     """Weights that `read(host, device)` brings: it fills the slab [L, E, N] and returns everything else."""
     shape, device = shape_of(config), device or ("cuda" if torch.cuda.is_available() else "cpu")
     host = new_host(
         shape, torch.bfloat16 if device.startswith("cuda") else torch.float32, pinned=device.startswith("cuda")
     )
-    return Weights(config, name, shape, host, read(host, device), tokenizer)
-
-
-def int4_banks(weights: Weights) -> tuple[Int4Bank, ...]:
-    """All routed experts, layer by layer, rounded to nearest from the host slab; on the device."""
-    banks, width, hidden = [], weights.shape.expert_width, weights.shape.hidden
-    for layer, blocks in enumerate(weights.host):
-        gate, up, down = blocks.to(weights.device).unflatten(1, (3, -1)).unbind(1)  # [E, I * H] each
-        bank = ExpertBank(layer, gate.unflatten(1, (width, hidden)), up.unflatten(1, (width, hidden)),
-                          down.unflatten(1, (hidden, width)))  # fmt: skip
-        banks.append(quantize_bank(bank))
-    return tuple(banks)
+    return Weights(config, name, shape, host, read(host, device), tokenizer, grown)

@@ -45,7 +45,7 @@ def counted(engine: Engine) -> dict[str, object]:
         "expert_bytes_per_token": (stats.h2d_bytes + stats.read_through_bytes, stats.tokens),
     }  # fmt: skip
     return {
-        "device": str(engine.device), "policy": engine.policy.id, "slots_per_layer": int(slots.min()),
+        "device": str(engine.device), "policy": engine.policy.id, "draft": engine.draft.name, "slots_per_layer": int(slots.min()),
         "experts_per_layer": engine.memory.shape.num_experts,
         **{name: part / whole if whole else None for name, (part, whole) in shares.items()},
     }  # fmt: skip

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 from specter_lab.compress import external
 from specter_lab.compress.awq import dequantize_awq, folded_scales, undo_folding
 from specter_lab.compress.external import not_run_reason, run_job
+from specter_lab.compress.int4 import dequantize_bank
+from specter_lab.compress.int4_stored import RoutedExperts, open_int4, read_int4
 from specter_lab.compress.job import appearing, read_calibration, read_report
 from specter_lab.compress.packed import open_packed
 from specter_lab.compress.stored import assemble
@@ -149,6 +151,15 @@ def test_gptq_experts_approximate_the_source(models, jobs, ids):
             wanted, got = getattr(original, name), getattr(bank, name)
             assert 0.02 < (got - wanted).norm() / wanted.norm() < 0.2
     assert output_error(source, banks_in(folder, source), ids) < 0.05
+
+
+def test_gptq_codes_fit_the_int4_layout_and_awq_codes_do_not(models, jobs):
+    folder, experts = jobs["qwen-gptq"].folder, RoutedExperts("qwen-nano", (0, 1), 8, 256, 32)
+    for bank, expected in zip(read_int4(folder, experts), banks_in(folder, models["qwen-nano"]), strict=True):
+        found = dequantize_bank(bank)
+        assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in ("gate", "up", "down"))
+    with pytest.raises(UserError, match="quantised by awq, whose zero points"):
+        open_int4(jobs["qwen-awq"].folder)
 
 
 @pytest.mark.parametrize("job", ["qwen-gptq", "qwen-awq"])

@@ -275,7 +275,7 @@ def test_residual_transport_changes_no_bit(model, mode, device):
     engine = api.engine_for(whole.weights, expert_budget=3, in_slots=True, mode=mode, transport="residual")
     spoil(engine)
     assert torch.equal(engine.generate(ids, 32), whole.generate(ids, 32))
-    memory, records = engine.memory, engine.weights.records
+    memory, records = engine.memory, engine.weights.records()
     for layer, expert in zip(*np.nonzero(memory.slots.slot_of != ABSENT)):
         place = memory.device[memory.first_slot[layer] + memory.slots.slot_of[layer, expert]]
         assert torch.equal(place.cpu(), memory.host[layer, expert])
@@ -287,7 +287,7 @@ def test_residual_transport_changes_no_bit(model, mode, device):
 
 def test_residual_transport_needs_the_codes():
     engine = engine_of("qwen-nano", 3, mode="paper", policy="lru", draft="none", transport="residual")
-    assert engine.budget.taken["draft's INT4 experts"] == engine.weights.draft.nbytes and not engine.draft.banks
+    assert engine.budget.taken["draft's INT4 experts"] == engine.weights.draft().nbytes and not engine.draft.banks
     with pytest.raises(UserError, match="no transport 'zip': choose whole or residual"):
         api.engine_for(engine.weights, expert_budget=3, in_slots=True, transport="zip")
 
