@@ -1,0 +1,198 @@
+"""Self-speculative decoding with a drafted tree instead of a chain, the reference: `measure.speculate` with branches.
+
+One round, for a request whose last committed token is x_0 (its KV is not in the shared prefix yet):
+
+    draft    reads nodes, all that are new at once: first x_0, then those of its candidates that became nodes, ...
+    target   reads x_0 and the N nodes in one pass; every node sees the prefix, its ancestors and itself
+    commit   the accepted path and one token of the target's; the prefix keeps the path, whose nodes lie anywhere in the pass
+
+A tree of width 1 is the chain. How trees grow and why the text is exact: `measure.tree`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+from transformers import PreTrainedModel
+
+from specter_lab.measure.capture import ForwardRouting
+from specter_lab.measure.prefix import Prefix, prefill, read_seeing
+from specter_lab.measure.sampling import GREEDY, distribution
+from specter_lab.measure.speculate import check_start
+from specter_lab.measure.tree import Node, TreeShape, TryRule, best_nodes, draw, follow, to_read, try_in_turn
+from specter_lab.models.adapters import adapter_for
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """One pass of the draft over W nodes of a tree."""
+
+    indices: np.ndarray  # [W, L, k] experts it used
+    weights: np.ndarray  # [W, L, k] its routing weights
+    kept: np.ndarray  # [W] bool: still a node when the step has ended
+
+
+@dataclass(frozen=True)
+class TreeRound:
+    """One round of one request, with a tree of N nodes."""
+
+    steps: tuple[DraftStep, ...]
+    target: np.ndarray  # [N + 1, L, k] experts the target used
+    accepted: int  # 0..N
+
+    @property
+    def nodes(self) -> int:
+        return len(self.target) - 1
+
+
+@dataclass(frozen=True)
+class TreeDecoded:
+    """New tokens of B requests, and the rounds they took; the last round of a request may have committed more."""
+
+    tokens: Tensor  # [B, N] int64
+    rounds: tuple[tuple[TreeRound, ...], ...]  # per request
+
+
+def tree_decode(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Tensor,
+    *,
+    new_tokens: int,
+    shape: TreeShape,
+    temperature: float = GREEDY,
+    seed: int = 0,
+    rule: TryRule = try_in_turn,
+) -> TreeDecoded:
+    """Decode B requests side by side; each one's tokens follow the target's distribution (greedy: equal its choices).
+
+    Args: as `speculative_decode`, and
+        shape: how trees may grow.
+        rule: decides which candidate is accepted; anything but the default gives up exactness.
+
+    Raises:
+        UserError: as `speculative_decode`.
+    """
+    check_start(target, draft, prompts, new_tokens=new_tokens, depth=shape.nodes)
+    prompts = prompts.to(target.device)
+    generator = Generator(target.device).manual_seed(seed)
+    texts: list[list[int]] = [[] for _ in prompts]
+    rounds: list[list[TreeRound]] = [[] for _ in prompts]
+    active = list(range(len(prompts)))
+    with torch.inference_mode():
+        prefix, last = prefill(target, prompts[:, :-1]), prompts[:, -1].tolist()
+        while active:
+            grown = [Grown(Node(token)) for token in last]
+            grow(draft, copy.deepcopy(prefix), grown, shape, temperature, generator)
+            laws, columns, used = verify(target, prefix, grown, temperature)
+            followed = [follow(tree.root, tree.nodes, laws, rule, generator) for tree in grown]
+            _keep_paths(prefix, [[tree.root, *path] for tree, (path, _) in zip(grown, followed)], columns)
+            for request, tree, (path, token), experts in zip(active, grown, followed, used):
+                texts[request] += [*(node.token for node in path), token]
+                rounds[request].append(TreeRound(tuple(tree.steps), experts, len(path)))
+            unfinished = torch.tensor([len(texts[request]) < new_tokens for request in active])
+            last = [texts[request][-1] for request, goes_on in zip(active, unfinished) if goes_on]
+            active = [request for request, goes_on in zip(active, unfinished) if goes_on]
+            prefix.keep_rows(unfinished)
+    return TreeDecoded(torch.tensor([text[:new_tokens] for text in texts]), tuple(map(tuple, rounds)))
+
+
+class Grown:
+    """A request's tree while it grows."""
+
+    def __init__(self, root: Node) -> None:
+        self.root = root
+        self.nodes: list[Node] = []  # best first, so parents before their children; the root is none of them
+        self.steps: list[DraftStep] = []
+
+
+def grow(
+    draft: PreTrainedModel, prefix: Prefix, trees: Sequence[Grown], shape: TreeShape, temperature: float,
+    generator: Generator,
+) -> None:  # fmt: skip
+    """Grow every tree until no candidate can become a node; `prefix` is the draft's own to spoil."""
+    num_experts = adapter_for(draft.config).num_experts(draft.config)
+    columns: dict[Node, int] = {}
+    shared, reading = prefix.cache.get_seq_length(), [[tree.root] for tree in trees]
+    while any(reading):
+        logits, routing = read_nodes(draft, prefix, shared, reading, columns)
+        said = (part.cpu() for part in (*draw(logits, shape, temperature, generator), routing.indices, routing.weights))
+        for node, law, tokens, chances, indices, weights in zip(chain(*reading), *said):
+            node.law, node.indices, node.weights = law, indices.numpy(), weights.numpy()
+            node.experts = (node.indices[..., None] == np.arange(num_experts)).any(axis=1)
+            drawn = zip(tokens.tolist(), (node.chance * chances).tolist())
+            node.candidates = [Node(token, node, node.depth + 1, chance) for token, chance in drawn]
+        for tree, read in zip(trees, reading):
+            if read:
+                tree.nodes = best_nodes(tree.root, shape)
+                tree.steps.append(_step(read, {tree.root, *tree.nodes}))
+        reading = [to_read(tree.nodes, shape) if read else [] for tree, read in zip(trees, reading)]
+
+
+def _step(read: Sequence[Node], members: set[Node]) -> DraftStep:
+    experts = (np.stack([getattr(node, name) for node in read]) for name in ("indices", "weights"))
+    return DraftStep(*experts, np.array([node in members for node in read]))
+
+
+def verify(
+    target: PreTrainedModel, prefix: Prefix, trees: Sequence[Grown], temperature: float
+) -> tuple[dict[Node, Tensor], dict[Node, int], list[np.ndarray]]:
+    """One pass of the target over roots and nodes, whose KV comes behind the prefix.
+
+    Returns:
+        Its law [V] float64 after each, their columns, and the experts it used, [N + 1, L, k] per tree.
+    """
+    inputs, columns = [[tree.root, *tree.nodes] for tree in trees], {}
+    logits, routing = read_nodes(target, prefix, prefix.cache.get_seq_length(), inputs, columns)
+    laws = dict(zip(chain(*inputs), distribution(logits, temperature).double().cpu()))
+    used = routing.indices.cpu().split([len(nodes) for nodes in inputs])
+    return laws, columns, [experts.numpy() for experts in used]
+
+
+def read_nodes(
+    model: PreTrainedModel, prefix: Prefix, shared: int, reading: Sequence[Sequence[Node]], columns: dict[Node, int]
+) -> tuple[Tensor, ForwardRouting]:
+    """One pass over nodes of B trees, each of which sees its row's prefix, its ancestors and itself.
+
+    Args:
+        shared: S, columns of the cache before those of the trees.
+        columns: of the cache, for every node that has been read; the new ones are added.
+
+    Returns:
+        Logits [N, V] and routing of the nodes, tree by tree.
+    """
+    batch, width, held = len(reading), max(map(len, reading)), prefix.cache.get_seq_length()
+    inputs, depths = torch.zeros(2, batch, width, dtype=torch.long)
+    places, pairs = [], []  # of the nodes among B * T inputs; (row, input, column that it sees)
+    for row, nodes in enumerate(reading):
+        for place, node in enumerate(nodes):
+            columns[node] = held + place
+            inputs[row, place], depths[row, place] = node.token, node.depth
+            places.append(row * width + place)
+            pairs += [(row, place, columns[seen]) for seen in node.path()]
+    seen = torch.zeros(batch, width, held + width, dtype=torch.bool)
+    seen[:, :, :shared] = (torch.arange(shared) >= shared - prefix.lengths.cpu()[:, None])[:, None]
+    seen[tuple(torch.tensor(pairs).T)] = True
+    scores = torch.zeros(seen.shape, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)
+    positions = prefix.lengths[:, None] + depths.to(model.device)
+    of_inputs = (part.to(model.device) for part in (inputs, scores[:, None], positions))
+    return read_seeing(model, prefix, *of_inputs, torch.tensor(places))
+
+
+def _keep_paths(prefix: Prefix, paths: Sequence[Sequence[Node]], columns: dict[Node, int]) -> None:
+    """Behind every row's prefix hold only the nodes of its path."""
+    device = prefix.lengths.device
+    lengths = prefix.lengths + torch.tensor([len(path) for path in paths], device=device)
+    width = int(lengths.max())
+    kept = torch.zeros(len(paths), width, dtype=torch.long)
+    for row, (path, before) in enumerate(zip(paths, prefix.lengths.tolist())):
+        shared = columns[path[0]]  # the root stands right behind the prefix
+        own = [*range(shared - before, shared), *(columns[node] for node in path)]
+        kept[row, width - len(own) :] = torch.tensor(own)
+    prefix.take(kept.to(device), lengths)
