@@ -9,7 +9,10 @@ replacement (greedy: its most likely ones). Some candidates become nodes themsel
 
 Which ones, is decided best first, by the chance that the target comes that far as the draft believes (`tree_beliefs`):
 EAGLE-2 (arXiv 2406.16858) and OPT-Tree (arXiv 2406.17276) grow trees so, and when the draft is sure what comes out is a chain.
-Expert-aware pruning, this project's: a node that brings new experts into the round has to be worth them.
+
+Expert-aware pruning, this project's: a node that adds experts to those of the round has to be worth them. The next round
+would need an accepted node's experts anyway, so only a rejected node's are in vain: a node of chance c that adds n experts
+per layer is kept if c >= price x (1 - c) x n.
 
 The target follows the tree as in SpecInfer (arXiv 2305.09781) and Sequoia (arXiv 2402.12374): candidates are tried in
 the order they were drawn, and each rejection leaves a residual law. All that were drawn are tried, nodes or not: the
@@ -45,7 +48,8 @@ class TreeShape:
     nodes: int  # N, drafted tokens of a round at most
     width: int = 4  # candidates of a node; 1: a chain
     belief: Belief = as_drafted
-    price: float = 0.0  # accepted tokens that a node must promise for every expert per layer that it adds to the round
+    together: float = 0.5  # share of the best unread node's chance from which others are read in the same step
+    price: float = 0.0  # tokens that an expert per layer costs which a node adds to the round in vain
 
 
 @dataclass(eq=False)
@@ -55,7 +59,7 @@ class Node:
     token: int
     parent: Node | None = None
     depth: int = 0
-    chance: float = 1.0  # that the target accepts it and all above it, as the draft believes
+    chance: float = 1.0  # c, that the target accepts it and all above it, as the draft believes
     candidates: list[Node] = field(default_factory=list)  # in the order they were drawn
     law: Tensor | None = None  # [V] float64, what they were drawn from
     indices: np.ndarray | None = None  # [L, k] experts the draft used
@@ -95,7 +99,7 @@ def best_nodes(root: Node, shape: TreeShape) -> list[Node]:
     consider(root.candidates)
     while waiting and len(nodes) < shape.nodes:
         *_, node = heapq.heappop(waiting)
-        if shape.price * _new_experts(node, merged) > node.chance:
+        if shape.price * (1 - node.chance) * _new_experts(node, merged) > node.chance:
             continue  # and so nobody below it is considered
         nodes.append(node)
         if node.experts is not None:
@@ -110,9 +114,13 @@ def _new_experts(node: Node, merged: np.ndarray) -> float:
 
 
 def to_read(nodes: Sequence[Node], shape: TreeShape) -> list[Node]:
-    """Those of a tree's nodes that the draft has to read next: a candidate of theirs may become a node."""
+    """Those of a tree's nodes, best first, that the draft reads next: a candidate of theirs may become a node.
+
+    Much less likely ones wait: what comes of the others may take their places.
+    """
     full = len(nodes) == shape.nodes
-    return [node for node in nodes if node.law is None and not (full and node.chance <= nodes[-1].chance)]
+    unread = [node for node in nodes if node.law is None and not (full and node.chance <= nodes[-1].chance)]
+    return [node for node in unread if node.chance >= shape.together * unread[0].chance]
 
 
 def follow(

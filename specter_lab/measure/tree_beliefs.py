@@ -47,7 +47,9 @@ class Coupled:
 
     def __call__(self, law: Tensor, tokens: Tensor) -> Tensor:
         rejected = (self.doubt * (1 - law.gather(1, tokens[:, :1]))).clamp_max(1.0)  # [N, 1]
-        before = self.later ** torch.arange(tokens.shape[1] - 1, device=law.device)  # [W - 1] all siblings but the first
+        before = self.later ** torch.arange(
+            tokens.shape[1] - 1, device=law.device
+        )  # [W - 1] all siblings but the first
         return torch.cat([1 - rejected, rejected * (1 - self.later) * before], dim=1)
 
 
