@@ -20,7 +20,7 @@ from torch import Tensor
 # (draft's laws [N, V] float64, candidates' tokens in order [N, W]) -> chances [N, W], which sum to 1 at most
 Belief = Callable[[Tensor, Tensor], Tensor]
 
-SCALES = torch.logspace(-2, 0.5, 101, dtype=torch.float64)  # that are tried
+SCALES = torch.logspace(-1.5, 0.5, 41, dtype=torch.float64)  # that are tried
 
 
 def as_drafted(law: Tensor, tokens: Tensor) -> Tensor:

@@ -103,6 +103,46 @@ def tree_decode(
     return TreeDecoded(torch.tensor([text[:new_tokens] for text in texts]), tuple(map(tuple, rounds)))
 
 
+def rounds_on(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Tensor,
+    text: Tensor,
+    *,
+    shape: TreeShape,
+    temperature: float = GREEDY,
+    seed: int = 0,
+) -> tuple[tuple[TreeRound, ...], ...]:
+    """Rounds of B requests on given texts [B, N] that continue their prompts [B, P], per request.
+
+    Trees are grown and judged as ever, and the next round begins as many tokens later as this one would have committed; but the
+    text stays, so that different trees can be compared on the same one (as `measure.windows` does with chains). On the
+    greedy text of `target`, greedily, these are the rounds of `tree_decode`.
+
+    Raises:
+        UserError: as `tree_decode`.
+    """
+    check_start(target, draft, prompts, new_tokens=text.shape[1], depth=shape.nodes)
+    inputs = torch.cat([prompts, text], dim=1).to(target.device)
+    generator = Generator(target.device).manual_seed(seed)
+    rounds: list[list[TreeRound]] = [[] for _ in prompts]
+    at = torch.zeros(len(prompts), dtype=torch.long)  # [B] tokens of the text that are committed
+    with torch.inference_mode():
+        whole = prefill(target, inputs[:, :-1])
+        while len(active := (at < text.shape[1]).nonzero().flatten()):
+            prefix = whole.rows(active.to(target.device))
+            prefix.forget((text.shape[1] - at[active]).to(target.device))
+            last = inputs[active, prompts.shape[1] - 1 + at[active]].tolist()
+            grown = [Grown(Node(token)) for token in last]
+            grow(draft, copy.deepcopy(prefix), grown, shape, temperature, generator)
+            laws, _, used = verify(target, prefix, grown, temperature)
+            for request, tree, experts in zip(active.tolist(), grown, used):
+                path, _ = follow(tree.root, tree.nodes, laws, try_in_turn, generator)
+                rounds[request].append(TreeRound(tuple(tree.steps), experts, len(path)))
+                at[request] += len(path) + 1
+    return tuple(map(tuple, rounds))
+
+
 class Grown:
     """A request's tree while it grows."""
 

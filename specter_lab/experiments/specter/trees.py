@@ -10,8 +10,9 @@ All systems draft with the paper's INT4 draft and verify at most NODES drafted t
     tree, expert-aware           a node has to be worth the experts that it would add in vain
     chain, expert-aware          the same without branches
 
-Texts are really decoded, greedily and at temperature 1, on zoo models: tokens per round and distinct experts are measured.
-Every round is then replayed as the original's, in fast mode behind PCIe 5: times are simulated.
+Rounds are run on zoo models, greedily and at temperature 1, along texts that the target has sampled, the same for all systems (small
+models repeat themselves greedily, which flatters a cache): tokens per round and distinct experts are measured. Every round
+is then replayed as the original's, in fast mode behind PCIe 5: times are simulated.
 
 The price of an expert is an exchange rate: the link's time for one needed expert of every layer, over the time of a token;
 both of the chain on other requests at the low budget, simulated.
@@ -19,6 +20,7 @@ both of the chain on other requests at the low budget, simulated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -40,7 +42,7 @@ from specter_lab.measure.sampling import GREEDY
 from specter_lab.measure.speculate import plain_decode
 from specter_lab.measure.tree import TreeShape
 from specter_lab.measure.tree_beliefs import Belief, fit_coupled, fit_sharpened
-from specter_lab.measure.tree_decode import DraftStep, TreeDecoded, tree_decode
+from specter_lab.measure.tree_decode import DraftStep, TreeRound, rounds_on, tree_decode
 from specter_lab.models.load import shown_name
 from specter_lab.plan.policies import find_policy
 from specter_lab.plan.policy import Scene
@@ -51,6 +53,7 @@ from specter_lab.plan.simulate import Simulation, simulate
 NODES = 8  # drafted tokens per round: near a chain's best depth at these budgets (specter-beyond, fixed depth)
 WIDTH = 4  # candidates of a node
 REQUESTS_PER_SET = 5
+TEXT_TEMPERATURE = 1.0
 FIT_PLACES = 128  # places of the other requests' texts that a belief is fitted on
 POLICY = "specter-fast"
 LIMITED = "low"  # the budget that sets the price
@@ -68,12 +71,12 @@ inputs = routing.inputs_of
 
 @dataclass(frozen=True)
 class Asked:
-    """One model, its draft, and the prompts: those to learn from, and those to decode."""
+    """One model, its draft, prompts with the target's texts after them: those to learn from, and those to decode."""
 
     target: PreTrainedModel
     draft: PreTrainedModel
-    known: Tensor  # [H, P]
-    prompts: Tensor  # [R, P]
+    known: tuple[Tensor, Tensor]  # prompts [H, P], texts [H, N]
+    decoded: tuple[Tensor, Tensor]  # prompts [R, P], texts [R, N]
 
 
 def run(context: Context) -> pd.DataFrame:
@@ -89,29 +92,27 @@ def run(context: Context) -> pd.DataFrame:
 def measure(model: str, digest: str, decoding: str, seed: int) -> jobs.Rows:
     """All rows of one model and temperature. `digest` is here to name what it reads in the cache key."""
     asked, temperature = ask(model, seed), TEMPERATURES[decoding]
-    how = {"new_tokens": offload.NEW_TOKENS, "temperature": temperature, "seed": seed}
-    decode = partial(tree_decode, asked.target, asked.draft, **how)
+    rounds_of = partial(rounds_on, asked.target, asked.draft, temperature=temperature, seed=seed)
     chain = TreeShape(NODES, width=1)
-    known = decode(asked.known, shape=chain)
-    belief = fitted(asked, known.tokens, temperature)
+    belief = fitted(asked, temperature)
     tree = TreeShape(NODES, WIDTH, belief)
     scenes = {budget: offload.empty_scene(model, budget, profile=PROFILE) for budget in BUDGETS}
-    price = price_of_experts(replayed(known, scenes[LIMITED]), scenes[LIMITED].layers)
+    price = price_of_experts(replayed(rounds_of(*asked.known, shape=chain), scenes[LIMITED]), scenes[LIMITED].layers)
     shapes = {
         CHAIN: chain, BY_DRAFT: TreeShape(NODES, WIDTH), AT_ONCE: replace(tree, together=0.0), TREE: tree,
         PRICED_TREE: replace(tree, price=price), PRICED_CHAIN: replace(chain, belief=belief, price=price),
     }  # fmt: skip
-    decoded = {item: decode(asked.prompts, shape=shape) for item, shape in shapes.items()}
-    text = plain_decode(asked.target, asked.prompts, **how).tokens if temperature == GREEDY else None
+    rounds = {item: rounds_of(*asked.decoded, shape=shape) for item, shape in shapes.items()}
+    equal = {PRICED_TREE: equal_tokens(asked, shapes[PRICED_TREE])} if temperature == GREEDY else {}
     rows = []
     for budget, scene in scenes.items():
-        found = {item: replayed(each, scene) for item, each in decoded.items()}
+        found = {item: replayed(each, scene) for item, each in rounds.items()}
         base = {"model": shown_name(model), "family": routing.family(model), "decoding": decoding, "budget": budget,
-                "n_requests": len(asked.prompts)}  # fmt: skip
+                "n_requests": len(asked.decoded[0])}  # fmt: skip
         rows += [
-            base | {"item": item, "price": round(shapes[item].price, 4)} | _measured(each, text, seed)
-            | _simulated(found[item], found[CHAIN], seed)
-            for item, each in decoded.items()
+            base | {"item": item, "price": round(shapes[item].price, 4), "equal_tokens": equal.get(item)}
+            | _measured(each, seed) | _simulated(found[item], found[CHAIN], seed)
+            for item, each in rounds.items()
         ]  # fmt: skip
     return rows
 
@@ -119,22 +120,31 @@ def measure(model: str, digest: str, decoding: str, seed: int) -> jobs.Rows:
 def ask(model: str, seed: int) -> Asked:
     """A zoo model with its INT4 draft, and the prompts of the simulated experiments, fewer of each set."""
     question = routing.ask(model, offload.POOL_PER_SET, seed)
-    prompts, sets = offload.long_prompts(question)
+    target, (prompts, sets) = question.source.model, offload.long_prompts(question)
     known = offload.first_of_each(sets, offload.HISTORY_PER_SET)
     chosen = np.setdiff1d(offload.first_of_each(sets, offload.HISTORY_PER_SET + REQUESTS_PER_SET), known)
-    return Asked(question.source.model, offload.drafter(question), prompts[known], prompts[chosen])
+    how = {"new_tokens": offload.NEW_TOKENS, "temperature": TEXT_TEMPERATURE, "seed": seed}
+    texts = (plain_decode(target, prompts[rows], **how).tokens for rows in (known, chosen))
+    return Asked(target, offload.drafter(question), *zip((prompts[known], prompts[chosen]), texts))
 
 
-def fitted(asked: Asked, tokens: Tensor, temperature: float) -> Belief:
-    """What the draft should believe of its candidates, from the texts [H, N] of the known requests."""
-    text = torch.cat([asked.known, tokens], dim=1)
+def fitted(asked: Asked, temperature: float) -> Belief:
+    """What the draft should believe of its candidates, from the known requests."""
+    prompts, tokens = asked.known
     with torch.inference_mode():
-        logits = (
-            m(input_ids=text).logits[:, asked.known.shape[1] : -1].flatten(0, 1) for m in (asked.draft, asked.target)
+        inputs, first = torch.cat([prompts, tokens[:, :-1]], dim=1), prompts.shape[1] - 1
+        places = torch.linspace(0, tokens.numel() - 1, FIT_PLACES).long()
+        draft, target = (
+            m(input_ids=inputs).logits[:, first:].flatten(0, 1)[places] for m in (asked.draft, asked.target)
         )
-        places = torch.linspace(0, tokens[:, 1:].numel() - 1, FIT_PLACES).long()
-        draft, target = (of_model[places] for of_model in logits)
         return fit_sharpened(draft, target) if temperature == GREEDY else fit_coupled(draft, target)
+
+
+def equal_tokens(asked: Asked, shape: TreeShape) -> float:
+    """Share of greedily decoded tokens that are plain decoding's, with trees."""
+    prompts, text = asked.decoded
+    trees = tree_decode(asked.target, asked.draft, prompts, new_tokens=text.shape[1], shape=shape).tokens
+    return float((trees == plain_decode(asked.target, prompts, new_tokens=text.shape[1]).tokens).double().mean())
 
 
 def price_of_experts(chain: Simulation, layers: int) -> float:
@@ -144,16 +154,16 @@ def price_of_experts(chain: Simulation, layers: int) -> float:
     return float(expert_ms * chain.tokens_per_s * 1e-3)
 
 
-def replayed(decoded: TreeDecoded, scene: Scene) -> Simulation:
-    """The rounds of all requests, one after the other, in fast mode."""
+def replayed(rounds_of: Sequence[Sequence[TreeRound]], scene: Scene, new_tokens: int | None = None) -> Simulation:
+    """The rounds of all requests, one after the other, in fast mode; `new_tokens` of each, default: the setting's."""
     replay = Replay(scene.num_experts, scene.layers)
-    for rounds in decoded.rounds:
+    for rounds in rounds_of:
         replay.begin_request()
         for one in rounds:
             kept = [(step.indices[step.kept], step.weights[step.kept]) for step in one.steps]
             drafted, weights = zip(*kept)
             replay.add_tree(one.accepted, drafted, weights, list(map(_read, one.steps)), one.target.swapaxes(0, 1))
-    return simulate(replay, find_policy(POLICY), scene, new_tokens=offload.NEW_TOKENS)
+    return simulate(replay, find_policy(POLICY), scene, new_tokens=new_tokens or offload.NEW_TOKENS)
 
 
 def _read(step: DraftStep) -> tuple[int, float]:
@@ -166,19 +176,18 @@ def distinct(experts: np.ndarray) -> float:
     return float(np.mean([len(np.unique(of_layer)) for of_layer in experts.swapaxes(0, 1)]))
 
 
-def _measured(decoded: TreeDecoded, text: Tensor | None, seed: int) -> dict:
-    """What the zoo model did; `text` is that of plain decoding."""
-    rounds = [one for of_request in decoded.rounds for one in of_request]
+def _measured(rounds_of: Sequence[Sequence[TreeRound]], seed: int) -> dict:
+    """What the zoo model did."""
+    rounds = [one for of_request in rounds_of for one in of_request]
     means = {
         "nodes_per_round": [one.nodes for one in rounds],
         "draft_steps_per_round": [len(one.steps) for one in rounds],
         "draft_reads_per_round": [sum(len(step.kept) for step in one.steps) for one in rounds],
         "distinct_experts_per_layer": [distinct(one.target) for one in rounds],
     }
-    committed = np.array([sum(one.accepted + 1 for one in of_request) for of_request in decoded.rounds], float)
-    count = np.array([len(of_request) for of_request in decoded.rounds], float)
-    numbers = {"n_rounds": len(rounds), "n_tokens": decoded.tokens.numel(),
-               "equal_tokens": None if text is None else int((decoded.tokens == text).sum())}  # fmt: skip
+    committed = np.array([sum(one.accepted + 1 for one in of_request) for of_request in rounds_of], float)
+    count = np.array([len(of_request) for of_request in rounds_of], float)
+    numbers = {"n_rounds": len(rounds)}
     numbers |= {name: round(float(np.mean(values)), 3) for name, values in means.items()}
     return numbers | columns(TOKENS, ratio_interval(committed, count, seed=seed))
 
@@ -199,7 +208,7 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
     """What we expected, and our aims; every one is judged by its worst model, decoding and budget."""
     cells = rows.set_index(["model", "decoding", "budget", "item"])
     tokens, ms, moved = (cells[name].unstack("item") for name in (TOKENS, MS, BYTES))
-    greedy = rows[rows["equal_tokens"].notna()]
+    equal = rows.drop_duplicates(["model", "decoding", "item"])["equal_tokens"].dropna()
 
     def worst(name: str, ratio: pd.Series, largest: bool = True, simulated: bool = True) -> Measured:
         at = ratio.idxmax() if largest else ratio.idxmin()
@@ -209,9 +218,8 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
     return [
         Measured(
             "specter-trees/greedy-exact",
-            float((greedy["equal_tokens"] / greedy["n_tokens"]).min()) if len(greedy) else None,
-            n=int(greedy["n_tokens"].sum()),
-            note="" if len(greedy) else "nothing was decoded greedily",
+            float(equal.min()),
+            n=len(equal) * int(rows["n_requests"].iloc[0]) * offload.NEW_TOKENS,
         ),
         worst("draft-probabilities-lose", tokens[BY_DRAFT] / tokens[CHAIN], simulated=False),
         worst("tree-gains-little", ms[TREE] / ms[CHAIN], largest=False),
