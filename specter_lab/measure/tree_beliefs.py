@@ -1,8 +1,8 @@
 """What a draft believes about its candidates: the chance that each is the one the target accepts, from the draft alone.
 
 A tree is grown by these chances. A belief that is wrong costs tokens, never exactness. The draft's own probability is
-what EAGLE-2 and OPT-Tree go by; but a draft that is almost the target is doubted too much by it: where both give the best
-token 0.4, greedy decoding agrees nine times in ten. So two beliefs with numbers fitted on other requests stand beside it.
+what EAGLE-2 and OPT-Tree go by; but it doubts a draft that is almost the target too much: two laws may be flat and still have
+the same best token. So two beliefs with numbers fitted on other requests stand beside it.
 
     greedy     the target's logits are the draft's and Gumbel noise of some scale s, so its choice is distributed as
                softmax(logits / s): q^(1 / s), normalised

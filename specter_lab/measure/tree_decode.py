@@ -72,7 +72,8 @@ def tree_decode(
 ) -> TreeDecoded:
     """Decode B requests side by side; each one's tokens follow the target's distribution (greedy: equal its choices).
 
-    Args: as `speculative_decode`, and
+    Args:
+        target, draft, prompts, new_tokens, temperature, seed: as in `speculative_decode`.
         shape: how trees may grow.
         rule: decides which candidate is accepted; anything but the default gives up exactness.
 
@@ -88,14 +89,11 @@ def tree_decode(
     with torch.inference_mode():
         prefix, last = prefill(target, prompts[:, :-1]), prompts[:, -1].tolist()
         while active:
-            grown = [Grown(Node(token)) for token in last]
-            grow(draft, copy.deepcopy(prefix), grown, shape, temperature, generator)
-            laws, columns, used = verify(target, prefix, grown, temperature)
-            followed = [follow(tree.root, tree.nodes, laws, rule, generator) for tree in grown]
-            _keep_paths(prefix, [[tree.root, *path] for tree, (path, _) in zip(grown, followed)], columns)
-            for request, tree, (path, token), experts in zip(active, grown, followed, used):
-                texts[request] += [*(node.token for node in path), token]
-                rounds[request].append(TreeRound(tuple(tree.steps), experts, len(path)))
+            done, columns = _rounds(target, draft, prefix, last, shape, temperature, rule, generator)
+            _keep_paths(prefix, [path for path, *_ in done], columns)
+            for request, (path, token, one) in zip(active, done):
+                texts[request] += [*(node.token for node in path[1:]), token]
+                rounds[request].append(one)
             unfinished = torch.tensor([len(texts[request]) < new_tokens for request in active])
             last = [texts[request][-1] for request, goes_on in zip(active, unfinished) if goes_on]
             active = [request for request, goes_on in zip(active, unfinished) if goes_on]
@@ -133,14 +131,30 @@ def rounds_on(
             prefix = whole.rows(active.to(target.device))
             prefix.forget((text.shape[1] - at[active]).to(target.device))
             last = inputs[active, prompts.shape[1] - 1 + at[active]].tolist()
-            grown = [Grown(Node(token)) for token in last]
-            grow(draft, copy.deepcopy(prefix), grown, shape, temperature, generator)
-            laws, _, used = verify(target, prefix, grown, temperature)
-            for request, tree, experts in zip(active.tolist(), grown, used):
-                path, _ = follow(tree.root, tree.nodes, laws, try_in_turn, generator)
-                rounds[request].append(TreeRound(tuple(tree.steps), experts, len(path)))
-                at[request] += len(path) + 1
+            done, _ = _rounds(target, draft, prefix, last, shape, temperature, try_in_turn, generator)
+            for request, (path, _, one) in zip(active.tolist(), done):
+                rounds[request].append(one)
+                at[request] += len(path)  # accepted nodes, and one for the target's own token
     return tuple(map(tuple, rounds))
+
+
+def _rounds(
+    target: PreTrainedModel, draft: PreTrainedModel, prefix: Prefix, last: Sequence[int], shape: TreeShape,
+    temperature: float, rule: TryRule, generator: Generator,
+) -> tuple[list[tuple[list[Node], int, TreeRound]], dict[Node, int]]:  # fmt: skip
+    """Draft and verify one round of every row of `prefix`, which then holds root and nodes of its tree as well.
+
+    Returns:
+        Per row root and accepted nodes, the token after them, and what is kept of the round; the nodes' columns.
+    """
+    trees = [Grown(Node(token)) for token in last]
+    grow(draft, copy.deepcopy(prefix), trees, shape, temperature, generator)
+    laws, columns, used = verify(target, prefix, trees, temperature)
+    done = []
+    for tree, experts in zip(trees, used):
+        path, token = follow(tree.root, tree.nodes, laws, rule, generator)
+        done.append(([tree.root, *path], token, TreeRound(tuple(tree.steps), experts, len(path))))
+    return done, columns
 
 
 class Grown:
@@ -162,12 +176,13 @@ def grow(
     shared, reading = prefix.cache.get_seq_length(), [[tree.root] for tree in trees]
     while any(reading):
         logits, routing = read_nodes(draft, prefix, shared, reading, columns)
-        said = (part.cpu() for part in (*draw(logits, shape, temperature, generator), routing.indices, routing.weights))
-        for node, law, tokens, chances, indices, weights in zip(chain(*reading), *said):
+        laws, *drawn = draw(logits, shape, temperature, generator)
+        said = (part.cpu() for part in (*drawn, routing.indices, routing.weights))
+        for node, law, tokens, chances, indices, weights in zip(chain(*reading), laws, *said):
             node.law, node.indices, node.weights = law, indices.numpy(), weights.numpy()
             node.experts = (node.indices[..., None] == np.arange(num_experts)).any(axis=1)
-            drawn = zip(tokens.tolist(), (node.chance * chances).tolist())
-            node.candidates = [Node(token, node, node.depth + 1, chance) for token, chance in drawn]
+            pairs = zip(tokens.tolist(), (node.chance * chances).tolist())
+            node.candidates = [Node(token, node, node.depth + 1, chance) for token, chance in pairs]
         for tree, read in zip(trees, reading):
             if read:
                 tree.nodes = best_nodes(tree.root, shape)
@@ -190,7 +205,7 @@ def verify(
     """
     inputs, columns = [[tree.root, *tree.nodes] for tree in trees], {}
     logits, routing = read_nodes(target, prefix, prefix.cache.get_seq_length(), inputs, columns)
-    laws = dict(zip(chain(*inputs), distribution(logits, temperature).double().cpu()))
+    laws = dict(zip(chain(*inputs), distribution(logits, temperature).double()))
     used = routing.indices.cpu().split([len(nodes) for nodes in inputs])
     return laws, columns, [experts.numpy() for experts in used]
 
