@@ -50,6 +50,7 @@ class TreeShape:
     belief: Belief = as_drafted
     together: float = 0.5  # share of the best unread node's chance from which others are read in the same step
     price: float = 0.0  # tokens that an expert per layer costs which a node adds to the round in vain
+    blind: float | None = None  # experts per layer that every node is taken to add; None: look at the draft's routing
 
 
 @dataclass(eq=False)
@@ -99,7 +100,8 @@ def best_nodes(root: Node, shape: TreeShape) -> list[Node]:
     consider(root.candidates)
     while waiting and len(nodes) < shape.nodes:
         *_, node = heapq.heappop(waiting)
-        if shape.price * (1 - node.chance) * _new_experts(node, merged) > node.chance:
+        added = _new_experts(node, merged) if shape.blind is None else shape.blind
+        if shape.price * (1 - node.chance) * added > node.chance:
             continue  # and so nobody below it is considered
         nodes.append(node)
         if node.experts is not None:

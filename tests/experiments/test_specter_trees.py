@@ -27,7 +27,15 @@ def few(monkeypatch, tmp_path):
 @pytest.mark.parametrize("decoding", trees.TEMPERATURES)
 def test_every_system_has_its_rows(few, decoding):
     rows = pd.DataFrame(trees.measure("qwen-nano", "", decoding, 0))
-    items = [trees.CHAIN, trees.BY_DRAFT, trees.AT_ONCE, trees.TREE, trees.PRICED_TREE, trees.PRICED_CHAIN]
+    items = [
+        trees.CHAIN,
+        trees.BY_DRAFT,
+        trees.AT_ONCE,
+        trees.TREE,
+        trees.PRICED_TREE,
+        trees.PRICED_CHAIN,
+        trees.BLIND_CHAIN,
+    ]
     for budget in ("high", "low"):
         cells = rows[rows["budget"] == budget].set_index("item")
         assert list(cells.index) == items
@@ -35,7 +43,7 @@ def test_every_system_has_its_rows(few, decoding):
         assert (cells["nodes_per_round"] <= 4).all() and (cells[trees.TOKENS] >= 1).all()
         assert (cells[trees.TOKENS] <= cells["nodes_per_round"] + 1).all()
         assert cells.loc[trees.CHAIN, "draft_steps_per_round"] == cells.loc[trees.CHAIN, "draft_reads_per_round"] == 4
-        assert (cells["price"] > 0).sum() == 2
+        assert (cells["price"] > 0).sum() == 3
     assert rows["equal_tokens"].dropna().tolist() == ([1.0, 1.0] if decoding == "greedy" else [])
     assert len(trees.table(rows, trees.MS)) == len(items)
     if decoding == "greedy":
@@ -64,6 +72,12 @@ def test_the_price_is_link_time_per_expert_over_time_per_token():
     ms_per_token = (found.rounds.end_ms - found.rounds.start_ms).sum() / 2
     copies_ms = scene.costs.copy_ms * scene.layers * 8  # all of them, in an empty cache
     assert trees.price_of_experts(found, scene.layers) == pytest.approx(copies_ms / 8 / ms_per_token)
+
+
+def test_experts_that_a_drafted_token_adds():
+    tokens = np.array([[[0, 1]], [[0, 2]], [[3, 4]]], np.int32)  # three tokens of one layer: two experts, one, two more
+    steps = tuple(DraftStep(token[None], np.ones((1, 1, 2), np.float32), np.array([True])) for token in tokens)
+    assert trees.added_experts([[TreeRound(steps, tokens, 2)]]) == 1.5
 
 
 def test_a_belief_is_fitted_to_the_decoding(few):

@@ -55,6 +55,13 @@ def test_a_node_has_to_be_worth_the_experts_it_brings_in_vain():
     assert unread not in best_nodes(root, TreeShape(9, price=0.6))
 
 
+def test_a_blind_price_takes_every_node_for_the_same():
+    root = node(None, 1.0, experts=[0, 1])
+    cheap, dear = node(root, 0.4, experts=[0, 1]), node(root, 0.6, experts=[2, 3])
+    assert best_nodes(root, TreeShape(9, price=0.5, blind=1.0)) == [dear, cheap]
+    assert best_nodes(root, TreeShape(9, price=0.5, blind=2.0)) == [dear]
+
+
 def test_experts_that_a_better_node_brings_are_free():
     root = node(None, 1.0, experts=[0])
     first, second = node(root, 0.6, experts=[2, 3]), node(root, 0.3, experts=[2, 3])

@@ -9,6 +9,8 @@ All systems draft with the paper's INT4 draft and verify at most NODES drafted t
                                  does, and not the likely ones first
     tree, expert-aware           a node has to be worth the experts that it would add in vain
     chain, expert-aware          the same without branches
+    chain, expert-blind          the same price, but every node is taken to add what nodes add on average: is it the experts, or
+                                 only that a round ends when the draft is in doubt?
 
 Rounds are run on zoo models, greedily and at temperature 1, along texts that the target has sampled, the same for all systems (small
 models repeat themselves greedily, which flatters a cache): tokens per round and distinct experts are measured. Every round
@@ -58,7 +60,7 @@ FIT_PLACES = 128  # places of the other requests' texts that a belief is fitted 
 POLICY = "specter-fast"
 LIMITED = "low"  # the budget that sets the price
 TEMPERATURES = {"greedy": GREEDY, "T = 1": 1.0}
-CHAIN, PRICED_CHAIN = "chain", "chain, expert-aware"
+CHAIN, PRICED_CHAIN, BLIND_CHAIN = "chain", "chain, expert-aware", "chain, expert-blind"
 BY_DRAFT, AT_ONCE, TREE, PRICED_TREE = "tree, draft's probabilities", "tree, all at once", "tree", "tree, expert-aware"
 TOKENS, MS, RATIO, BYTES = (
     "tokens_per_round",
@@ -97,10 +99,13 @@ def measure(model: str, digest: str, decoding: str, seed: int) -> jobs.Rows:
     belief = fitted(asked, temperature)
     tree = TreeShape(NODES, WIDTH, belief)
     scenes = {budget: offload.empty_scene(model, budget, profile=PROFILE) for budget in BUDGETS}
-    price = price_of_experts(replayed(rounds_of(*asked.known, shape=chain), scenes[LIMITED]), scenes[LIMITED].layers)
+    known = rounds_of(*asked.known, shape=chain)
+    price = price_of_experts(replayed(known, scenes[LIMITED]), scenes[LIMITED].layers)
+    priced_chain = replace(chain, belief=belief, price=price)
     shapes = {
         CHAIN: chain, BY_DRAFT: TreeShape(NODES, WIDTH), AT_ONCE: replace(tree, together=0.0), TREE: tree,
-        PRICED_TREE: replace(tree, price=price), PRICED_CHAIN: replace(chain, belief=belief, price=price),
+        PRICED_TREE: replace(tree, price=price), PRICED_CHAIN: priced_chain,
+        BLIND_CHAIN: replace(priced_chain, blind=added_experts(known)),
     }  # fmt: skip
     rounds = {item: rounds_of(*asked.decoded, shape=shape) for item, shape in shapes.items()}
     equal = {PRICED_TREE: equal_tokens(asked, shapes[PRICED_TREE])} if temperature == GREEDY else {}
@@ -152,6 +157,12 @@ def price_of_experts(chain: Simulation, layers: int) -> float:
     rounds = chain.rounds
     expert_ms = rounds.h2d_ms.sum() / chain.hits.counts[NEEDED] * layers
     return float(expert_ms * chain.tokens_per_s * 1e-3)
+
+
+def added_experts(chains: Sequence[Sequence[TreeRound]]) -> float:
+    """Experts per layer that a drafted token of a chain adds to those before it, as the draft routes, on average."""
+    drafted = [np.concatenate([step.indices for step in one.steps]) for of_request in chains for one in of_request]
+    return float(np.mean([(distinct(tokens) - distinct(tokens[:1])) / (len(tokens) - 1) for tokens in drafted]))
 
 
 def replayed(rounds_of: Sequence[Sequence[TreeRound]], scene: Scene, new_tokens: int | None = None) -> Simulation:

@@ -22,7 +22,7 @@ def plot(rows: pd.DataFrame) -> Figure:
     items = [item for item in dict.fromkeys(rows["item"]) if item != CHAIN]
     colors = dict(zip(models, sns.color_palette("colorblind", len(models))))
     figure, axes = plt.subplots(
-        2, len(decodings), figsize=(7.6, 1.6 + 0.62 * len(items)), sharey=True, squeeze=False, constrained_layout=True
+        2, len(decodings), figsize=(7.6, 1.6 + 0.72 * len(items)), sharey=True, squeeze=False, constrained_layout=True
     )
     for column, decoding in enumerate(decodings):
         cells = rows[rows["decoding"] == decoding].set_index(["model", "budget", "item"])
@@ -38,7 +38,7 @@ def plot(rows: pd.DataFrame) -> Figure:
         ):
             axis.axvline(1, color="0.4", linewidth=0.8)
             axis.set_xscale("log")
-            ticks = [0.4, 0.6, 0.8, 1] if row == 0 else [1, 1.5, 2, 2.5]
+            ticks = [0.4, 0.6, 0.8, 1] if row == 0 else [0.9, 1, 1.5, 2]
             axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axis.minorticks_off()
             axis.set_xlabel(label, fontsize=9)
