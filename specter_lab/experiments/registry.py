@@ -129,6 +129,11 @@ EXPERIMENTS = {
             {"cpu": 2, "paper": None}, aliases=("beyond",),
         ),
         Experiment(
+            "specter-trees", "drafted trees against chains, and trees that ask what their experts cost, simulated",
+            "Specter", "beyond the paper", "specter_lab.experiments.specter.trees",
+            {"cpu": 3, "paper": None}, aliases=("trees",),
+        ),
+        Experiment(
             "specter-kernel", "the fused INT4 multi-expert kernel against one launch per expert and BF16",
             "Specter", "SEE kernel", "specter_lab.experiments.specter.kernel",
             {"gpu": 1}, aliases=("kernel",),

@@ -37,9 +37,13 @@ class Prefix:
     def forget(self, dropped: Tensor) -> None:
         """Drop the last `dropped` [B] tokens of every row and align the rows on the right again."""
         end = self.cache.get_seq_length() - dropped  # [B] first column to go
-        self.lengths = self.lengths - dropped
-        width = int(self.lengths.max())
-        columns = end[:, None] - width + torch.arange(width, device=end.device)  # [B, S], negative where masked
+        lengths = self.lengths - dropped
+        width = int(lengths.max())
+        self.take(end[:, None] - width + torch.arange(width, device=end.device), lengths)
+
+    def take(self, columns: Tensor, lengths: Tensor) -> None:
+        """Hold these columns [B, S] alone, the last `lengths` [B] of each row; what stands before them is masked."""
+        self.lengths = lengths
         for layer in self.cache.layers:
             layer.keys, layer.values = (take_columns(held, columns.clamp_min(0)) for held in (layer.keys, layer.values))
 
@@ -78,23 +82,42 @@ def read(model: PreTrainedModel, prefix: Prefix, inputs: Tensor) -> tuple[Tensor
     batch, new = inputs.shape
     first_column = prefix.cache.get_seq_length() - prefix.lengths  # [B]
     columns = torch.arange(prefix.cache.get_seq_length() + new, device=inputs.device)  # [S + T]
+    positions = prefix.lengths[:, None] + torch.arange(new, device=inputs.device)
+    seen = columns >= first_column[:, None]
+    logits, routing = read_seeing(model, prefix, inputs, seen, positions, torch.arange(batch * new))
+    prefix.lengths = prefix.lengths + new
+    return logits.unflatten(0, (batch, new)), routing
+
+
+def read_seeing(
+    model: PreTrainedModel, prefix: Prefix, inputs: Tensor, seen: Tensor, positions: Tensor, rows: Tensor
+) -> tuple[Tensor, ForwardRouting]:
+    """One pass over inputs [B, T] at `positions` [B, T], which leaves their KV behind the prefix and its lengths alone.
+
+    Args:
+        seen: columns that a row sees as far as they are not later ones, bool [B, S + T]; or what every input sees,
+            as the float [B, 1, T, S + T] that is added to attention scores.
+        rows: [N] which of the B * T inputs are not padding.
+
+    Returns:
+        Logits [N, V] and routing of these rows.
+
+    Raises:
+        UserError: a router or the output produced NaN.
+    """
     with expanding_once(model, prefix.cache):
         output, routing = forward_with_routing(
             model,
             lambda: model(
-                input_ids=inputs,
-                attention_mask=columns >= first_column[:, None],
-                position_ids=prefix.lengths[:, None] + torch.arange(new, device=inputs.device),
-                cache=prefix.cache,
-                use_cache=True,
+                input_ids=inputs, attention_mask=seen, position_ids=positions, cache=prefix.cache, use_cache=True
             ),
-            torch.arange(batch * new),
+            rows,
         )
-    if output.logits.isnan().any():
+    logits = output.logits.flatten(0, 1)[rows.to(inputs.device)]
+    if logits.isnan().any():
         raise UserError(f"the output of the {model.config.model_type} model is NaN: its weights are damaged or "
                         f"overflow in {model.dtype}; load them again, in float32 or bfloat16")  # fmt: skip
-    prefix.lengths = prefix.lengths + new
-    return output.logits, routing
+    return logits, routing
 
 
 def write(

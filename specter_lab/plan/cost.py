@@ -17,7 +17,7 @@ Assumptions:
 2. Launching is asynchronous: a pass takes at least OPERATORS_PER_LAYER x layers x launch time. At batch 1 this, not
    bandwidth, is what a draft step in eager PyTorch costs.
 3. A draft step computes one token with BF16 shared weights and top-k INT4 experts per layer (all resident), read as
-   codes and scales (Specter, sections SIC and SEE).
+   codes and scales (Specter, sections SIC and SEE); of a tree all new nodes at once, with the experts they use together.
 4. Missing experts are copied whole and one by one; the link does nothing else.
 5. Prefetching starts after COLD_START of the draft steps and is free until the draft ends (PIO). It brings what the
    draft predicts (`predicted_share`), as far as slots are free of experts already in use; the verification waits for
@@ -109,13 +109,20 @@ def tpot_ms(cost: RoundCost, tokens_per_round: float) -> float:
     return cost.total_ms / tokens_per_round
 
 
-def draft_step_ms(model: Anatomy, profile: Profile, context_tokens: int = 0) -> float:
-    """One token through shared BF16 weights and top-k INT4 experts."""
-    if (measured_ms := profile.measured.get(("draft_step", model.name, 1))) is not None:
+def draft_step_ms(
+    model: Anatomy,
+    profile: Profile,
+    context_tokens: int = 0,
+    tokens: int = 1,
+    distinct_experts: float | None = None,
+) -> float:
+    """`tokens` tokens in one pass through shared BF16 weights and the INT4 experts per layer that they use (default: top-k)."""
+    if (measured_ms := profile.measured.get(("draft_step", model.name, tokens))) is not None:
         return measured_ms + _context_ms(model, profile, context_tokens)
-    expert_bytes = model.moe_layers * model.top_k * int4_expert_bytes(model.hidden_size, model.expert_width)
-    experts_ms = roofline_ms(profile, expert_bytes, _expert_flops(model, 1))
-    return max(every_token_ms(model, profile, 1, context_tokens) + experts_ms, launches_ms(model, profile))
+    experts = model.top_k if distinct_experts is None else distinct_experts
+    expert_bytes = model.moe_layers * experts * int4_expert_bytes(model.hidden_size, model.expert_width)
+    experts_ms = roofline_ms(profile, expert_bytes, _expert_flops(model, tokens))
+    return max(every_token_ms(model, profile, tokens, context_tokens) + experts_ms, launches_ms(model, profile))
 
 
 def verify_ms(model: Anatomy, profile: Profile, tokens: int, distinct_experts: float, context_tokens: int = 0) -> float:

@@ -43,13 +43,32 @@ class Replay:
 
     def add(self, accepted: int, drafted: np.ndarray, drafted_weights: np.ndarray, used: np.ndarray) -> None:
         """A round: experts the draft used [K, L, k] with their weights, accepted tokens, and what the target used [L, K + 1, k]."""
+        self._add(accepted, drafted[:, None], drafted_weights[:, None], used, None)  # steps of one token
+
+    def add_tree(
+        self, accepted: int, drafted: Sequence[np.ndarray], drafted_weights: Sequence[np.ndarray],
+        draft_reads: Sequence[tuple[int, float]], used: np.ndarray,
+    ) -> None:  # fmt: skip
+        """A round of a tree with N nodes.
+
+        Args:
+            accepted: nodes.
+            drafted: per step of the draft, experts [W, L, k] of the nodes it read that stayed nodes when it had read them.
+            drafted_weights: their routing weights.
+            draft_reads: per step, nodes that the draft read and distinct experts per layer that it used for them.
+            used: [L, N + 1, k] what the target used.
+        """
+        self._add(accepted, drafted, drafted_weights, used, tuple(draft_reads))
+
+    def _add(
+        self, accepted: int, drafted: Sequence[np.ndarray], drafted_weights: Sequence[np.ndarray], used: np.ndarray,
+        draft_reads: tuple[tuple[int, float], ...] | None,
+    ) -> None:  # fmt: skip
         layer = np.arange(self.layers) % len(used)
-        batch = (
-            drafted[:, None, layer].astype(np.int64),
-            drafted_weights[:, None, layer].astype(np.float32),
-        )  # [K, 1, L, k]
+        experts = [step[:, layer].astype(np.int64) for step in drafted]  # [W, L, k] each
+        weights = [step[:, layer].astype(np.float32) for step in drafted_weights]
         needs = needs_of(used[layer].astype(np.int64), self.num_experts)
-        self._rounds[-1][self._ends[-1]] = Round(len(drafted), (accepted,), *batch, needs, None)
+        self._rounds[-1][self._ends[-1]] = Round(len(drafted), (accepted,), experts, weights, needs, None, draft_reads)
         self._ends[-1] += accepted + 1
 
     def prefill(self, requests: Sequence[int]) -> Needs:

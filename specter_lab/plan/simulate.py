@@ -264,12 +264,12 @@ def _round(state: _Run, active: Sequence[int], now: Round) -> tuple[float, ...]:
     known_ms = start
     for step in range(now.depth):
         prefetcher.observe_step(_draft_step(state, now, step))
-        known_ms = _tell_routing(state, now.drafted[step])
+        known_ms = _tell_routing(state, now, step)
         clock = state.clock(known_ms)
         state.ask(prefetcher.drafted(step + 1, now.drafted[step], now.drafted_weights[step], clock), clock)
     clock = state.clock(known_ms)
     state.ask(prefetcher.finish(clock), clock)
-    state.draft_uses += now.drafted.size
+    state.draft_uses += sum(drafted.size for drafted in now.drafted)
     drafted = streams.free_ms[COMPUTE]
     end = _target_pass(state, active, now.needs)
     tokens = sum(now.accepted) + len(now.accepted)
@@ -277,21 +277,26 @@ def _round(state: _Run, active: Sequence[int], now: Round) -> tuple[float, ...]:
     return start, drafted, end, now.depth, tokens, stall_ms, h2d_ms, state.moved_bytes() - moved
 
 
-def _tell_routing(state: _Run, drafted: np.ndarray) -> float:
-    """The event at which the host knows what a drafted token [B, L, k] uses; nobody is told where nobody asks."""
+def _tell_routing(state: _Run, now: Round, step: int) -> float:
+    """The event at which the host knows what the drafted tokens of a step use; nobody is told where nobody asks."""
     ended_ms = state.streams.free_ms[COMPUTE]
     if type(state.prefetcher).drafted is Prefetcher.drafted:
         return ended_ms
-    routing_ms = state.scene.costs.routing_ms(*drafted.shape[:2])
+    tokens, layers = now.drafted[step].shape[:2]
+    routing_ms = state.scene.costs.routing_ms(tokens if now.draft_reads is None else now.draft_reads[step][0], layers)
     return run(state.streams, D2H, routing_ms, ended_ms, ROUTING, NOBODY, NOBODY)
 
 
 def _draft_step(state: _Run, now: Round, step: int) -> float:
-    """Draft one token per request; returns what that took. A draft of the target's own experts finds or loads them."""
+    """Draft one token per request, or read nodes of a tree; returns what that took.
+
+    A draft of the target's own experts finds or loads them.
+    """
     streams, costs = state.streams, state.scene.costs
     if now.draft_needs is None:
-        run(streams, COMPUTE, costs.draft_step_ms, 0.0, DRAFT, NOBODY, NOBODY)
-        return costs.draft_step_ms
+        ms = costs.draft_step_ms if now.draft_reads is None else costs.draft_pass_ms(*now.draft_reads[step])
+        run(streams, COMPUTE, ms, 0.0, DRAFT, NOBODY, NOBODY)
+        return ms
     start, model, of_pass = streams.free_ms[COMPUTE], costs.model, costs.of_pass(len(now.accepted))
     run(streams, COMPUTE, (model.layers - model.moe_layers) * of_pass.layer_ms, 0.0, DENSE, NOBODY, NOBODY)
     needs, layers = now.draft_needs[step], model.moe_layers

@@ -60,8 +60,13 @@ class StepCosts:
     @cached_property
     def draft_step_ms(self) -> float:
         """One drafted token through the whole model."""
-        unfused = 0 if self.fused else self.model.moe_layers * self.model.top_k * EXPERT_OPERATORS
-        return draft_step_ms(self.model, self.profile, self.context_tokens) + unfused * self._launch_ms
+        return self.draft_pass_ms(1, self.model.top_k)
+
+    def draft_pass_ms(self, tokens: int, distinct_experts: float) -> float:
+        """One pass of the draft over `tokens` tokens that use `distinct_experts` INT4 experts per MoE layer."""
+        unfused = 0 if self.fused else self.model.moe_layers * distinct_experts * EXPERT_OPERATORS
+        pass_ms = draft_step_ms(self.model, self.profile, self.context_tokens, tokens, distinct_experts)
+        return pass_ms + unfused * self._launch_ms
 
     @cached_property
     def copy_ms(self) -> float:

@@ -23,10 +23,15 @@ class Round:
 
     depth: int
     accepted: tuple[int, ...]  # per request
-    drafted: np.ndarray  # [K, B, L, k] experts the draft uses
-    drafted_weights: np.ndarray  # [K, B, L, k]
+    drafted: Sequence[
+        np.ndarray
+    ]  # K steps of [B, L, k], experts the draft uses; of a tree [W, L, k], its nodes' that stay
+    drafted_weights: Sequence[np.ndarray]  # the same shapes
     needs: Needs
     draft_needs: tuple[Needs, ...] | None  # [K] of the draft's steps, when it uses fewer of the target's own experts
+    draft_reads: tuple[tuple[int, float], ...] | None = (
+        None  # [K] nodes of a tree, distinct experts per layer; None: no tree
+    )
 
 
 @dataclass

@@ -47,6 +47,10 @@ class RoundNumbers:
     def pace_ms(self) -> float:
         return max(self.copy_ms, self.disk.pace_ms)
 
+    def draft_pass_ms(self, tokens: int, distinct_experts: float) -> float:
+        """A millisecond more for every further token and every expert beyond the first token's."""
+        return self.draft_step_ms + (tokens - 1) + (distinct_experts - self.model.top_k)
+
     def routing_ms(self, tokens: int, layers: int) -> float:
         return self.told_ms
 

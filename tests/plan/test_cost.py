@@ -19,6 +19,7 @@ from specter_lab.plan.cost import (
     verify_ms,
 )  # fmt: skip
 from specter_lab.plan.hardware import read_profile
+from specter_lab.plan.step_costs import StepCosts
 
 QWEN, PHI = anatomy_of("Qwen1.5-MoE-A2.7B"), anatomy_of("Phi-3.5-MoE")
 A100 = read_profile("a100-40gb-pcie4")
@@ -52,6 +53,14 @@ def test_many_tokens_are_bound_by_flops():
     tokens = 10_000
     flops = 2 * tokens * QWEN.active_parameters
     assert verify_ms(QWEN, NO_LAUNCHES, tokens, 60) == pytest.approx(flops / 312e9)
+
+
+def test_a_pass_of_the_draft_over_several_tokens_reads_the_experts_that_they_use():
+    one, several = draft_step_ms(QWEN, NO_LAUNCHES), draft_step_ms(QWEN, NO_LAUNCHES, 0, 3, 7.5)
+    assert several - one == pytest.approx(24 * 3.5 * int4_expert_bytes(2048, 1408) / 1555e6)
+    assert draft_step_ms(QWEN, NO_LAUNCHES, 0, 1, 4) == one
+    costs = StepCosts(QWEN, NO_LAUNCHES, fused=False)
+    assert costs.draft_pass_ms(1, 4) == costs.draft_step_ms and costs.draft_pass_ms(3, 7.5) == several
 
 
 def test_a_short_pass_waits_for_its_launches():

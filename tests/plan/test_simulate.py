@@ -20,6 +20,7 @@ from specter_lab.plan.policies import POLICIES, find_policy
 from specter_lab.plan.policies.specter import ChunkedPrefetch
 from specter_lab.plan.policies.specter_fast import RollingPrefetch
 from specter_lab.plan.policy import Policy, Prefetcher, equal_slots, separate_slots
+from specter_lab.plan.replay import Replay
 from specter_lab.plan.residency import FIFO, LFU, LRU
 from specter_lab.plan.simulate import simulate
 from tests.plan.made import scene_of, windows_of
@@ -111,6 +112,48 @@ def test_by_hand_a_fewer_expert_draft_waits_for_its_own_misses():
     assert (found.rounds.drafted_ms[0], found.rounds.end_ms[0], found.rounds.stall_ms[0]) == (29, 32, 10)
     assert found.rounds.h2d_bytes[0] == scene.costs.expert_bytes
     assert (found.hits.draft_uses, found.hits.draft_uses_ready) == (2, 1)
+
+
+def tree_of(*steps, used, accepted=1, experts=4):
+    """A replayed round: per step of the draft nodes [W][k] that stay and how many it read; one layer."""
+    replay = Replay(num_experts=experts, layers=1)
+    replay.begin_request()
+    drafted = [np.array(nodes, np.uint8).reshape(-1, 1, 2) for nodes, _ in steps]
+    weights = [np.full(nodes.shape, 0.5, np.float16) for nodes in drafted]
+    replay.add_tree(accepted, drafted, weights, [read for _, read in steps], np.array(used, np.uint8)[None])
+    return replay
+
+
+def test_by_hand_a_tree_drafts_a_level_at_once():
+    """Root and two nodes: the second step reads two tokens with three experts; the target needs experts 0 to 3."""
+    replay = tree_of(([[0, 1]], (1, 2.0)), ([[0, 2], [0, 3]], (2, 3.0)), used=[[0, 1], [0, 2], [0, 3]])
+    _, scene = scene_of(one_request([[[0, 1]]], [[[0, 1]]] * 2), slots=4)
+    found = simulate(replay, find_policy("specter-fast"), scene, new_tokens=2, record=True)
+    # attention of an empty prompt 1 ms; step of one token 4 ms, of two tokens with three experts 4 + 1 + 1. All are absent: what is not asked for in time is a miss
+    assert of_work(found, "draft step") == [("draft step", -1, -1, 1, 5), ("draft step", -1, -1, 5, 11)]
+    assert [span[2] for span in of_work(found, "prefetch", "miss")] == [0, 1, 2, 3]
+    assert of_work(found, "prefetch")[0][3] == 5 and found.rounds.tokens.tolist() == [2]
+
+
+def test_a_tree_of_width_one_takes_what_a_chain_takes():
+    windows = windows_of(requests=1, positions=1, depth=3, layers=2)
+    workload, scene = scene_of(windows, slots=3)
+    replay, chain = Replay(8, 2), Replay(8, 2)
+    used, drafted, weights = windows.target[0, 0].swapaxes(0, 1), windows.draft[0, 0], windows.draft_weights[0, 0]
+    for each in (replay, chain):
+        each.begin_request()
+    chain.add(2, drafted, weights, used)
+    replay.add_tree(2, drafted[:, None], weights[:, None], [(1, 2.0)] * 3, used)
+    for policy in ("specter", "specter-fast"):
+        tree, line = (simulate(each, find_policy(policy), scene, new_tokens=1, record=True) for each in (replay, chain))
+        assert tree.spans == line.spans and tree.hits.rates() == line.hits.rates()
+
+
+def test_nodes_that_lost_their_place_are_paid_for_and_not_prefetched():
+    gone = tree_of(([[0, 1]], (1, 2.0)), ([], (2, 3.0)), used=[[0, 1], [0, 1]])
+    _, scene = scene_of(one_request([[[0, 1]]], [[[0, 1]]] * 2), slots=4)
+    found = simulate(gone, find_policy("specter-fast"), scene, new_tokens=2, record=True)
+    assert len(of_work(found, "draft step")) == 2 and [span[2] for span in of_work(found, "prefetch")] == [0, 1]
 
 
 def test_by_hand_a_miss_is_copied_when_the_host_knows_of_it():

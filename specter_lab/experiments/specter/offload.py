@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import parent_process
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from specter_lab.errors import UserError
 from specter_lab.experiments.provenance import recording_digest
@@ -53,25 +55,33 @@ def traffic(model: str, seed: int, draft: str = "int4") -> Traffic:
         UserError: too few long prompts, or an architecture that cannot draft with fewer experts.
     """
     windows, priced = _windows(model, seed, draft), priced_as(model)
-    sets = np.array(windows.prompt_set)
-    first = np.concatenate(
-        [np.flatnonzero(sets == name)[:HISTORY_PER_SET] for name in dict.fromkeys(windows.prompt_set)]
-    )
+    first = first_of_each(windows.prompt_set, HISTORY_PER_SET)
     others = np.setdiff1d(np.arange(windows.requests), first)
     return Traffic(model, workload_for(windows.of(first), priced), workload_for(windows.of(others), priced))
+
+
+def first_of_each(sets: Sequence[str], count: int) -> np.ndarray:
+    """The first `count` requests of every prompt set, by row: those that policies may learn from."""
+    return np.concatenate([np.flatnonzero(np.array(sets) == name)[:count] for name in dict.fromkeys(sets)])
 
 
 def scene(
     traffic: Traffic, *, budget: str = "high", slots: int | None = None, profile: str = PAPERS_GPU, fused: bool = True
 ) -> Scene:
     """The paper's setting for one model: its slots per layer at the "high" or "low" budget (or `slots`), its K*."""
-    model, family = priced_as(traffic.model), routing.family(traffic.model)
+    known = {"history": traffic.history, "future": traffic.requests}
+    return replace(empty_scene(traffic.model, budget, slots, profile, fused), **known)
+
+
+def empty_scene(
+    model: str, budget: str = "high", slots: int | None = None, profile: str = PAPERS_GPU, fused: bool = True
+) -> Scene:
+    """The same setting without requests: for policies that learn from none."""
+    priced, family = priced_as(model), routing.family(model)
     return Scene(
-        costs=StepCosts(model, read_profile(profile), fused, context_tokens=PROMPT_TOKENS + NEW_TOKENS // 2),
-        slots_per_layer=int(slots_of(traffic.model, family)[budget]) if slots is None else slots,
+        costs=StepCosts(priced, read_profile(profile), fused, context_tokens=PROMPT_TOKENS + NEW_TOKENS // 2),
+        slots_per_layer=int(slots_of(model, family)[budget]) if slots is None else slots,
         depth=BUDGETS[family].depth if family in BUDGETS else MAX_DEPTH,
-        history=traffic.history,
-        future=traffic.requests,
     )
 
 
@@ -97,19 +107,22 @@ def _windows_file(model: str, seed: int, draft: str) -> Path:
 
 
 def _record(question: routing.Question, seed: int, draft: str) -> Windows:
-    target = question.source.model
-    if draft == "int4":
-        drafter = with_experts(target, routing.quantized(question, DRAFT, CACHE).banks)
-    else:
-        drafter = with_top_k(target, max(1, target.config.num_experts_per_tok // 2))
-    prompts, sets = _prompts(question)
+    prompts, sets = long_prompts(question)
     return record_windows(
-        target, drafter, prompts, sets, new_tokens=NEW_TOKENS, max_depth=MAX_DEPTH, temperature=SAMPLED, seed=seed,
+        question.source.model, drafter(question, draft), prompts, sets, new_tokens=NEW_TOKENS, max_depth=MAX_DEPTH, temperature=SAMPLED, seed=seed,
         progress=parent_process() is None,  # in a worker the bar of the whole run is the one to see
     )  # fmt: skip
 
 
-def _prompts(question: routing.Question) -> tuple[torch.Tensor, list[str]]:
+def drafter(question: routing.Question, draft: str = "int4") -> PreTrainedModel:
+    """The model's own draft of that kind."""
+    target = question.source.model
+    if draft == "int4":
+        return with_experts(target, routing.quantized(question, DRAFT, CACHE).banks)
+    return with_top_k(target, max(1, target.config.num_experts_per_tok // 2))
+
+
+def long_prompts(question: routing.Question) -> tuple[torch.Tensor, list[str]]:
     """The first prompts of every set that are long enough, cut to PROMPT_TOKENS: ids [R, P], and their sets."""
     long_enough = question.tokens.at_least(PROMPT_TOKENS)
     wanted, chosen, sets = HISTORY_PER_SET + REQUESTS_PER_SET, [], []
