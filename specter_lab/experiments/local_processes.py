@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -21,7 +21,8 @@ from specter_lab.models.load import resolve, weight_bytes
 
 WORKER_BYTES = 2 * 2**30  # one process with torch and a zoo model; on a GPU its context and kernels
 COPIES = 8  # of a BF16 checkpoint that a worker may hold: the target in float32, its draft, and what quantising needs
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+QUIET = {"TQDM_DISABLE": "1"}  # the bar of the whole run is the one to see
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 def worker_count(context: Context, jobs: Sequence[Job]) -> int:
@@ -37,7 +38,7 @@ def worker_count(context: Context, jobs: Sequence[Job]) -> int:
 def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
     """Outcomes as they come. However it ends, Ctrl-C and closing included, no process is left behind."""
     workers = 1 if any(job.alone for job in jobs) else worker_count(context, jobs)
-    with _one_thread_each(workers > 1), _processes(workers) as pool:
+    with _started_with(QUIET | (ONE_THREAD if workers > 1 else {})), _processes(workers) as pool:
         with _ctrl_c_ignored():  # workers start here, and inherit it
             numbers = {pool.submit(timed, job.function, dict(job.arguments)): i for i, job in enumerate(jobs)}
         for future in as_completed(numbers):
@@ -48,7 +49,7 @@ def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome],
 def process_beside() -> Iterator[Executor]:
     """One process for what can be done while others compute; it and its children have one thread each."""
     with _processes(1) as pool:
-        with _one_thread_each(True), _ctrl_c_ignored():
+        with _started_with(ONE_THREAD), _ctrl_c_ignored():
             pool.submit(os.getpid)  # it starts here, and inherits both
         yield pool
 
@@ -112,11 +113,10 @@ def _kill(processes: Sequence) -> None:
 
 
 @contextmanager
-def _one_thread_each(wanted: bool) -> Iterator[None]:
-    """Processes read these when they start: one thread each, if wanted, since there are others."""
-    before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
-    if wanted:
-        os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+def _started_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes that start in the block, and theirs, have these in their environment."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:

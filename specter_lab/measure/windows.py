@@ -95,7 +95,6 @@ def record_windows(
     max_depth: int,
     temperature: float = 1.0,
     seed: int = 0,
-    progress: bool = False,
 ) -> Windows:
     """Record the windows of `new_tokens` positions per request.
 
@@ -124,7 +123,7 @@ def record_windows(
         at_once = torch.arange(new_tokens, device=prompts.device).split(max(1, ROWS // len(prompts)))
         parts = [
             _windows_at(target, draft, prefix, text, positions, max_depth)
-            for positions in tqdm(at_once, desc="windows", disable=not progress)
+            for positions in tqdm(at_once, desc="windows", delay=2.0)
         ]
     drafts, targets, accepted = zip(*parts)
     dtype = index_dtype(num_experts)

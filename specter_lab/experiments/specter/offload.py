@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import parent_process
 from pathlib import Path
 
 import numpy as np
@@ -109,8 +108,8 @@ def _windows_file(model: str, seed: int, draft: str) -> Path:
 def _record(question: routing.Question, seed: int, draft: str) -> Windows:
     prompts, sets = long_prompts(question)
     return record_windows(
-        question.source.model, drafter(question, draft), prompts, sets, new_tokens=NEW_TOKENS, max_depth=MAX_DEPTH, temperature=SAMPLED, seed=seed,
-        progress=parent_process() is None,  # in a worker the bar of the whole run is the one to see
+        question.source.model, drafter(question, draft), prompts, sets, new_tokens=NEW_TOKENS, max_depth=MAX_DEPTH,
+        temperature=SAMPLED, seed=seed,
     )  # fmt: skip
 
 
