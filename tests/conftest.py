@@ -7,7 +7,8 @@ import pytest
 from specter_lab import paths
 
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; torch is not imported yet
+    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):  # workers share the cores; torch is not imported yet
+        os.environ.setdefault(name, "1")
 
 
 @pytest.fixture
