@@ -54,7 +54,8 @@ class RoutedExperts:
 def fits_int4(quantizer: Quantizer) -> bool:
     """Whether what a quantiser makes can be read into the INT4 layout."""
     how = quantizer.parameters
-    return quantizer.bits == INT4_BITS and how.get("symmetric", True) and "type" not in how  # type: a GGUF file's
+    grouped = how.get("group", GROUP) == GROUP and "type" not in how  # type: a GGUF file's
+    return quantizer.bits == INT4_BITS and how.get("symmetric", True) and grouped
 
 
 def open_int4(path: str | Path) -> Packed:
@@ -67,6 +68,8 @@ def open_int4(path: str | Path) -> Packed:
         UserError: not found, not a quantised checkpoint, damaged, or of another method or width.
     """
     found = locate(str(path))
+    if found.is_file() and found.suffix != ".gguf":
+        raise UserError(f"{found} is one file of a checkpoint: give its folder")
     if not found.is_dir() or any(found.glob("*.gguf")):
         raise UserError(f"{found} is in GGUF format, and the engine's draft has scales for groups of {GROUP}: {REMEDY}")
     packed = open_folder(found)

@@ -301,7 +301,6 @@ def engine_for(
     """
     shape, slots = weights.shape, _slots_per_layer(weights, expert_budget, in_slots)
     policy = find_policy(policy) if isinstance(policy, str) else policy
-    prepare_draft(weights.name, draft)
     drafts = draft != NONE and (policy is None or policy.draft is not None)
     if mode is None:
         shared = policy is not None and policy.miss == CPU_IF_SOONER
@@ -311,6 +310,8 @@ def engine_for(
     chosen = _runnable(policy or find_policy(MODES[mode]), mode)
     if transport not in TRANSPORTS:
         raise UserError(f"no transport '{transport}': choose {' or '.join(TRANSPORTS)}")
+    if drafts or transport == RESIDUAL:
+        prepare_draft(weights.name, draft)
     codes = draft if draft != NONE else ROUNDED  # beside which experts cross the link
     records = weights.records(codes) if transport == RESIDUAL else None
     crossing = Transport(records.bits) if records else Transport()

@@ -110,7 +110,7 @@ def _bank(weights: Weights, layer: int, experts: slice = slice(None)) -> ExpertB
 
 
 def _check_alike(weights: Weights, bank: Int4Bank, where: str) -> None:
-    """Raise UserError when the codes of an expert are not near its weights: shapes alone do not tell two models apart."""
+    """Raise UserError when the first expert's codes are not near its weights: shapes alone do not tell two models apart."""
     one = slice(0, 1)
     cut = (Int4Weights(part.packed[one], part.scales[one]) for part in (bank.gate, bank.up, bank.down))
     codes, own = dequantize_bank(Int4Bank(bank.layer, *cut)), _bank(weights, 0, one)

@@ -21,8 +21,6 @@ from specter_lab.compress.residual import Residual, decode, encode
 from specter_lab.engine.arena import host_slab
 from specter_lab.errors import UserError
 
-LIKELY_BITS = 9  # of a weight, beside rounded codes; 10.5 beside GPTQ's
-
 
 @dataclass(frozen=True)
 class Records:
@@ -66,11 +64,12 @@ def new_records(host: Tensor, banks: tuple[Int4Bank, ...]) -> Records:
     Raises:
         UserError: the host's memory does not suffice, or cannot be pinned.
     """
-    needed, free = host.numel() * LIKELY_BITS // 8, psutil.virtual_memory().available
+    device, slabs, layers = banks[0].gate.packed.device, [], []
+    one, _ = _record(host[0, 0].to(device), banks[0], 0)
+    needed, free = len(one) * host.shape[0] * host.shape[1], psutil.virtual_memory().available
     if needed > free:
         raise UserError(f"experts beside their codes need about {needed / 2**30:.0f} GiB of host memory more, and {free / 2**30:.0f} are "
                         f"free: use transport='whole', or a machine with more")  # fmt: skip
-    device, slabs, layers = banks[0].gate.packed.device, [], []
     for layer, bank in enumerate(tqdm(banks, desc="experts beside their codes", unit="layer", delay=2.0)):
         of_layer = [_record(host[layer, expert].to(device), bank, expert) for expert in range(len(host[layer]))]
         lengths = np.array([len(record) for record, _ in of_layer])

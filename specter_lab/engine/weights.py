@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from specter_lab.engine.shape import Shape, shape_of
 from specter_lab.models.load import read_config, read_tokenizer, resolve
 from specter_lab.models.originals import config_for
 from specter_lab.models.widen import Axis, axes, widened_config, widened_tensors
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -41,20 +44,26 @@ class Weights:
         return self.decoder.embedding.device
 
     def draft(self, name: str = ROUNDED) -> DraftExperts:
-        """The draft's INT4 experts by name or checkpoint (`engine.draft`), read once.
+        """The draft's INT4 experts by name or checkpoint (`engine.draft`); those asked for last are kept.
 
         Raises:
             UserError: no such draft, or one that does not fit.
         """
-        if name not in self._drafts:
-            self._drafts[name] = DraftExperts(() if name == NONE else draft_banks(self, name), name)
-        return self._drafts[name]
+        if name == NONE:
+            return DraftExperts((), name)
+        return _kept(self._drafts, name, lambda: DraftExperts(draft_banks(self, name), name))
 
     def records(self, draft: str = ROUNDED) -> Records:
         """The experts beside that draft's codes, for residual transport; host memory of 9/16 of `host` or somewhat more."""
-        if draft not in self._records:
-            self._records[draft] = new_records(self.host, self.draft(draft).banks)
-        return self._records[draft]
+        return _kept(self._records, draft, lambda: new_records(self.host, self.draft(draft).banks))
+
+
+def _kept(one: dict[str, Made], name: str, make: Callable[[], Made]) -> Made:
+    """What was made last, if it has this name: two of them would take memory that no budget knows of."""
+    if name not in one:
+        one.clear()
+        one[name] = make()
+    return one[name]
 
 
 def load_weights(model: str, *, device: str | None = None, widen_to: str | None = None) -> Weights:

@@ -22,7 +22,7 @@ from specter_lab.models.load import resolve, weight_bytes
 WORKER_BYTES = 2 * 2**30  # one process with torch and a zoo model; on a GPU its context and kernels
 COPIES = 8  # of a BF16 checkpoint that a worker may hold: the target in float32, its draft, and what quantising needs
 QUIET = {"TQDM_DISABLE": "1"}  # the bar of the whole run is the one to see
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 
 
 def worker_count(context: Context, jobs: Sequence[Job]) -> int:

@@ -149,7 +149,8 @@ def try_in_turn(tokens: Sequence[int], q: Tensor | None, p: Tensor, generator: G
         p: [V] the target's law, float64.
     """
     for place, token in enumerate(tokens):
-        if torch.rand((), generator=generator, device=p.device, dtype=p.dtype) * q[token] < p[token]:
+        likely = q[token] > 0  # greedily, and in a law with few tokens, candidates follow that are never drawn
+        if likely and torch.rand((), generator=generator, device=p.device, dtype=p.dtype) * q[token] < p[token]:
             return place, token
         p, q = residual(p, q), without(q, token)
     return None, int(sample(p[None], generator))

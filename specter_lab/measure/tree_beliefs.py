@@ -21,6 +21,7 @@ from torch import Tensor
 Belief = Callable[[Tensor, Tensor], Tensor]
 
 SCALES = torch.logspace(-1.5, 0.5, 41, dtype=torch.float64)  # that are tried
+LARGEST = 1 << 24  # numbers in one product of laws: 128 MiB
 
 
 def as_drafted(law: Tensor, tokens: Tensor) -> Tensor:
@@ -74,6 +75,7 @@ def fit_coupled(draft_logits: Tensor, target_logits: Tensor) -> Coupled:
     for place in first.nonzero().flatten():
         left = (p[place] - q[place]).clamp_min(0) / first[place]  # [V] the residual law
         drawn = too_much[place].nonzero().flatten()  # [X] tokens that can be rejected
-        second = (q[place] / (1 - q[place][drawn, None])).scatter(1, drawn[:, None], 0.0)  # [X, V]
-        accepted += too_much[place][drawn] @ torch.minimum(left, second).sum(dim=1)
+        for part in drawn.split(max(1, LARGEST // q.shape[1])):
+            second = (q[place] / (1 - q[place][part, None])).scatter(1, part[:, None], 0.0)  # [X, V]
+            accepted += too_much[place][part] @ torch.minimum(left, second).sum(dim=1)
     return Coupled(float(doubt), float(1 - accepted / first.sum()))

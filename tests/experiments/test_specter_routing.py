@@ -6,6 +6,7 @@ import pytest
 
 from specter_lab import paths
 from specter_lab.experiments import results
+from specter_lab.experiments.context import Context
 from specter_lab.experiments.specter import activation_entropy, routing, routing_match, table1
 from specter_lab.measure import fidelity
 
@@ -22,6 +23,20 @@ def few_requests(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "REQUESTS_PER_SET", 2)
         monkeypatch.setattr(module, "CACHE", tmp_path)
     monkeypatch.setattr(routing_match, "DRAFT", "rtn-int4")  # the control quantiser: nothing to calibrate
+
+
+def test_the_longest_model_runs_first_and_rows_are_in_the_order_of_the_models(monkeypatch):
+    ran = []
+
+    def run(context, jobs):
+        ran.extend(job.arguments["model"] for job in jobs)
+        return [{"model": job.arguments["model"], "row": row} for job in jobs for row in (0, 1)]
+
+    monkeypatch.setattr(routing.jobs, "run", run)
+    models = ("phi-nano", "deepseek-nano", QWEN)
+    rows = routing.rows_per_model(Context("specter-tpot", "cpu", 0, models, False), activation_entropy.measure)
+    assert ran == ["deepseek-nano", QWEN, "phi-nano"]
+    assert rows["model"].tolist() == [model for model in models for _ in (0, 1)] and rows["row"].tolist() == [0, 1] * 3
 
 
 def test_table1_rows_of_one_quantiser():

@@ -43,7 +43,7 @@ def test_every_system_has_its_rows(few, decoding):
         assert (cells["nodes_per_round"] <= 4).all() and (cells[trees.TOKENS] >= 1).all()
         assert (cells[trees.TOKENS] <= cells["nodes_per_round"] + 1).all()
         assert cells.loc[trees.CHAIN, "draft_steps_per_round"] == cells.loc[trees.CHAIN, "draft_reads_per_round"] == 4
-        assert (cells["price"] > 0).sum() == 3
+        assert (cells[trees.PRICE] > 0).sum() == 3
     assert rows["equal_tokens"].dropna().tolist() == ([1.0, 1.0] if decoding == "greedy" else [])
     assert len(trees.table(rows, trees.MS)) == len(items)
     if decoding == "greedy":

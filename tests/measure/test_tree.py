@@ -127,6 +127,14 @@ def test_greedy_keeps_the_targets_choice_wherever_it_stands():
     assert try_in_turn([], None, p, generator) == (None, 2)
 
 
+def test_a_candidate_that_is_never_drawn_is_never_kept():
+    """A law of one token has no second candidate: what fills its place must not crowd out the target's other tokens."""
+    q, p = torch.tensor([1.0, 0, 0], dtype=torch.float64), torch.tensor([0.0, 0.5, 0.5], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    found = [try_in_turn([0, 1, 2], q, p, generator)[1] for _ in range(400)]
+    assert 150 < found.count(1) < 250 and found.count(0) == 0
+
+
 def test_candidates_are_drawn_without_replacement_in_the_laws_order():
     q = torch.tensor([0.5, 0.25, 0.125, 0.125]).double()
     generator = torch.Generator().manual_seed(0)

@@ -128,7 +128,8 @@ def drop_pages(path: Path) -> None:
 def unmap_pages(address: int, num_bytes: int) -> None:
     """Let go of the pages of a part of a mapped file until they are used again: no mapped page is ever dropped."""
     start = address // PAGE * PAGE
-    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + num_bytes - start), mmap.MADV_DONTNEED)
+    if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + num_bytes - start), mmap.MADV_DONTNEED) != 0:
+        raise OSError(ctypes.get_errno(), "pages of a mapped file could not be let go")
 
 
 def warm_pages(path: Path) -> None:

@@ -27,7 +27,7 @@ from specter_lab.models.switch import ELEPHANTS, SwitchGeometry
 from specter_lab.models.zoo.translation import DIRECTIONS
 
 BATCHES = (8, 20, 32, 64, 96)
-SENTENCES = 960
+SENTENCES = 480
 AS_THEY_COME, BY_LENGTH = ORDERS = ("as they come", "by length")
 GPU_BATCHES, SPREADS = (8, 32, 96), (0.0, 0.25, 0.5, 0.75, 1.0)
 SIMULATED, MEASURED = "simulated", "measured"

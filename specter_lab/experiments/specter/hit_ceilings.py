@@ -80,7 +80,7 @@ def best_window_rates(workload: Workload, slots: np.ndarray, depth: int, new_tok
             distinct, best = best_contents(now.needs, slots)
             held, needed = held + distinct, needed + len(now.needs.experts)
             held_uses, uses = held_uses + best, uses + int(now.needs.uses.sum())
-            draft_uses += now.drafted.size
+            draft_uses += sum(step.size for step in now.drafted)
             position += now.accepted[0] + 1
     shares = {DISTINCT: held / needed, TOKEN_WEIGHTED: held_uses / uses}
     in_flight = {IN_FLIGHT.format(definition): share for definition, share in shares.items()}

@@ -38,7 +38,7 @@ from specter_lab.experiments.specter import offload, routing
 from specter_lab.experiments.specter.beyond import BUDGETS, PROFILE
 from specter_lab.experiments.specter.simulated import columns
 from specter_lab.experiments.specter.simulation_rows import DECODE, per_request
-from specter_lab.experiments.specter.trees_figure import plot as plot
+from specter_lab.experiments.specter.trees_figure import CHAIN, RATIO, TOKENS, plot
 from specter_lab.measure.bootstrap import ratio_interval
 from specter_lab.measure.sampling import GREEDY
 from specter_lab.measure.speculate import plain_decode
@@ -52,6 +52,8 @@ from specter_lab.plan.replay import Replay
 from specter_lab.plan.serve import NEEDED
 from specter_lab.plan.simulate import Simulation, simulate
 
+__all__ = ["claims", "inputs", "plot", "run"]
+
 NODES = 8  # drafted tokens per round: near a chain's best depth at these budgets (specter-beyond, fixed depth)
 WIDTH = 4  # candidates of a node
 REQUESTS_PER_SET = 5
@@ -60,14 +62,9 @@ FIT_PLACES = 128  # places of the other requests' texts that a belief is fitted 
 POLICY = "specter-fast"
 LIMITED = "low"  # the budget that sets the price
 TEMPERATURES = {"greedy": GREEDY, "T = 1": 1.0}
-CHAIN, PRICED_CHAIN, BLIND_CHAIN = "chain", "chain, expert-aware", "chain, expert-blind"
+PRICED_CHAIN, BLIND_CHAIN = "chain, expert-aware", "chain, expert-blind"
 BY_DRAFT, AT_ONCE, TREE, PRICED_TREE = "tree, draft's probabilities", "tree, all at once", "tree", "tree, expert-aware"
-TOKENS, MS, RATIO, BYTES = (
-    "tokens_per_round",
-    "simulated_ms_per_token",
-    "simulated_over_chain",
-    "simulated_h2d_mb_per_token",
-)
+MS, BYTES, PRICE = "simulated_ms_per_token", "simulated_h2d_mb_per_token", "simulated_tokens_per_expert"
 inputs = routing.inputs_of
 
 
@@ -115,7 +112,7 @@ def measure(model: str, digest: str, decoding: str, seed: int) -> jobs.Rows:
         base = {"model": shown_name(model), "family": routing.family(model), "decoding": decoding, "budget": budget,
                 "n_requests": len(asked.decoded[0])}  # fmt: skip
         rows += [
-            base | {"item": item, "price": round(shapes[item].price, 4), "equal_tokens": equal.get(item)}
+            base | {"item": item, PRICE: round(shapes[item].price, 4), "equal_tokens": equal.get(item)}
             | _measured(each, seed) | _simulated(found[item], found[CHAIN], seed)
             for item, each in rounds.items()
         ]  # fmt: skip
@@ -137,7 +134,7 @@ def fitted(asked: Asked, temperature: float) -> Belief:
     """What the draft should believe of its candidates, from the known requests."""
     prompts, tokens = asked.known
     with torch.inference_mode():
-        inputs, first = torch.cat([prompts, tokens[:, :-1]], dim=1), prompts.shape[1] - 1
+        inputs, first = torch.cat([prompts, tokens[:, :-1]], dim=1).to(asked.target.device), prompts.shape[1] - 1
         places = torch.linspace(0, tokens.numel() - 1, FIT_PLACES).long()
         draft, target = (
             m(input_ids=inputs).logits[:, first:].flatten(0, 1)[places] for m in (asked.draft, asked.target)
@@ -205,7 +202,7 @@ def _measured(rounds_of: Sequence[Sequence[TreeRound]], seed: int) -> dict:
 
 def _simulated(found: Simulation, chain: Simulation, seed: int) -> dict:
     mine, its = (per_request(each, offload.NEW_TOKENS)[DECODE] for each in (found, chain))
-    mb = found.rounds.h2d_bytes.sum() / found.rounds.tokens.sum() / 1e6
+    mb = found.rounds.h2d_bytes.sum() / (len(mine.ms) * offload.NEW_TOKENS) / 1e6
     numbers = {BYTES: round(float(mb), 2)} | columns(MS, ratio_interval(mine.ms, mine.tokens, seed=seed), 4)
     return numbers | columns(RATIO, ratio_interval(mine.ms, its.ms, seed=seed), 4)
 

@@ -83,7 +83,9 @@ def _mapped(ready: Wide, ids: Tensor, cache: str) -> Generation:
 
     prepare()  # opening it has read nearly everything: it touches every matrix, and the system reads ahead
     again = {"on_logits": prepare} if cache == COLD else {}
-    return generate(mapped.model, ids, NEW_TOKENS, **again)
+    done = generate(mapped.model, ids, NEW_TOKENS, **again)
+    mapped.unmap()  # a model is a cycle, and outlives this: what it maps could not be dropped for the next one
+    return done
 
 
 def _ours(ready: Wide, ids: Tensor, cache: str, model: str, seed: int) -> Generation:

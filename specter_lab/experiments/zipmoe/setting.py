@@ -93,12 +93,23 @@ def _read_by(model: str) -> dict[str, str]:
 
 
 def timed_rows(context: Context, measure, usual: Sequence[str] = DECODERS) -> pd.DataFrame:
-    """One job per served model, none beside another: `measure(model, digest, seed)`."""
+    """One job per served model, none beside another: `measure(model, digest, seed)`; models are put on disk side by side before."""
+    models = served_models(context, usual)
+    absent = [
+        jobs.Job(f"{model}, on disk", put_on_disk, {"model": model}) for model in models if not _is_on_disk(model)
+    ]
+    jobs.run(replace(context, fresh=True), absent)
     work = [
         jobs.Job(model, measure, {"model": model, "digest": _digest(model), "seed": context.seed}, alone=True)
-        for model in served_models(context, usual)
+        for model in models
     ]
     return pd.DataFrame(jobs.run(context, work))
+
+
+def put_on_disk(model: str) -> jobs.Rows:
+    """A job without rows: `wide` takes a minute."""
+    wide(model)
+    return []
 
 
 def _digest(model: str) -> str:
@@ -113,6 +124,16 @@ def scratch() -> Path:
     return folder
 
 
+def _folder(model: str) -> Path:
+    """Where a wide model lies."""
+    key = hashlib.sha256(json.dumps([model_digest(model), WIDE[model]]).encode()).hexdigest()[:12]
+    return scratch() / f"{model}-{key}"
+
+
+def _is_on_disk(model: str) -> bool:
+    return (_folder(model) / "store" / "index.json").exists()
+
+
 @cache
 def wide(model: str) -> Wide:
     """The widened model and its store with raw copies, made once and kept in the cache.
@@ -120,9 +141,7 @@ def wide(model: str) -> Wide:
     Raises:
         UserError: a model that is not widened here, or the disk has no room for 3.7 times the experts.
     """
-    config = read_config(resolve(model))
-    key = hashlib.sha256(json.dumps([model_digest(model), WIDE[model]]).encode()).hexdigest()[:12]
-    folder = scratch() / f"{model}-{key}"
+    config, folder = read_config(resolve(model)), _folder(model)
     folder.mkdir(exist_ok=True)
     checkpoint, store = folder / "checkpoint", folder / "store"
     with locked(folder):
@@ -131,7 +150,7 @@ def wide(model: str) -> Wide:
             with whole_folder(checkpoint) as half:
                 half.rmdir()
                 widen(resolve(model), config, widened_config(config, larger), half, untile_seed=0)
-        if not (store / "index.json").exists():
+        if not _is_on_disk(model):
             pack(str(checkpoint), store, raw=True)
             os.sync()  # what is dirty in the page cache cannot be dropped from it
     return Wide(model, checkpoint, store, read_index(store))

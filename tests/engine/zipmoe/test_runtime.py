@@ -163,8 +163,10 @@ def test_closing_ends_every_thread(stores):
 
 @pytest.mark.parametrize("model", ["qwen-nano", "switch-nano"])
 def test_baselines_compute_the_model(stores, reference, tmp_path, model):
-    mapped = logits_of(open_mapped(resolve(model), stores / model).model, prompt())
-    assert torch.equal(mapped[0], reference[model, 1][0])
+    mapped = open_mapped(resolve(model), stores / model)
+    assert torch.equal(logits_of(mapped.model, prompt())[0], reference[model, 1][0])
+    mapped.unmap()
+    assert torch.equal(logits_of(mapped.model, prompt())[0], reference[model, 1][0])
     accelerated = logits_of(open_accelerate(resolve(model), tmp_path).model, prompt())
     assert same(accelerated, reference[model, 1])
 
