@@ -41,12 +41,12 @@ EXPERIMENTS = {
         Experiment(
             "specter-table1", "routing similarity of 14 quantisers on three models",
             "Specter", "Table 1", "specter_lab.experiments.specter.table1",
-            {"cpu": 12, "paper": None}, aliases=("table1",),
+            {"cpu": 6, "paper": None}, aliases=("table1",),
         ),
         Experiment(
             "specter-routing-match", "top-k match per instance, layer and request",
             "Specter", "routing match", "specter_lab.experiments.specter.routing_match",
-            {"cpu": 10, "paper": None}, aliases=("routing-match",),
+            {"cpu": 4, "paper": None}, aliases=("routing-match",),
         ),
         Experiment(
             "specter-activation-entropy", "expert heat map and entropy of every layer",
@@ -91,7 +91,7 @@ EXPERIMENTS = {
         Experiment(
             "specter-hit-rate", "expert hit rates by six definitions, all policies, three budgets, both bounds",
             "Specter", "hit rate", "specter_lab.experiments.specter.hit_rate",
-            {"cpu": 2, "paper": None}, aliases=("hit-rate",),
+            {"cpu": 4, "paper": None}, aliases=("hit-rate",),
         ),
         Experiment(
             "specter-io-hiding", "share of the copies' time that is hidden",
@@ -126,7 +126,7 @@ EXPERIMENTS = {
         Experiment(
             "specter-beyond", "ideas beyond the paper behind PCIe 5: each alone, and what the planner picks, simulated",
             "Specter", "beyond the paper", "specter_lab.experiments.specter.beyond",
-            {"cpu": 2, "paper": None}, aliases=("beyond",),
+            {"cpu": 3, "paper": None}, aliases=("beyond",),
         ),
         Experiment(
             "specter-trees", "drafted trees against chains, and trees that ask what their experts cost, simulated",
