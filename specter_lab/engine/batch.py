@@ -1,7 +1,7 @@
 """Continuous batching: requests come and go lane by lane, and every round drafts, prefetches and verifies for all of them.
 
     while anybody waits or writes:
-        free lanes take the requests that wait         # each prompt is read by itself
+        free lanes take the requests that wait         # prompts of neighbours are read side by side
         propose, one lookahead merged over the lanes   # as deep as the deepest lane wants
         verify; every lane accepts for itself          # and rolls back by itself: its position is a number
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from torch import Generator, Tensor
@@ -102,13 +103,17 @@ def decode_batch(
 
 def _join(session: Session, memory: ExpertMemory, lanes: list[_Lane | None], take: Take) -> None:
     """Free lanes take requests that wait; their prompts are read."""
+    joined = []
     for place, lane in enumerate(lanes):
         if lane is not None:
             continue
         request = take()
         if request is None:
-            return
+            break
         if isinstance(session.temperature, Tensor):
             session.temperature[place] = request.temperature
-        begin(session, memory, request.ids, place)
         lanes[place] = _Lane(request, request.new_tokens)
+        joined.append(place)
+    for _, run in groupby(enumerate(joined), key=lambda numbered: numbered[1] - numbered[0]):
+        places = [place for _, place in run]  # next to each other
+        begin(session, memory, [lanes[place].request.ids for place in places], places[0])

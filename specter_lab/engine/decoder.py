@@ -96,9 +96,9 @@ class KvCache:
     def max_tokens(self) -> int:
         return self.keys[0].shape[1]
 
-    def lane(self, number: int) -> KvCache:
-        """One request's part, the same memory."""
-        keys, values = ([part[number : number + 1] for part in parts] for parts in (self.keys, self.values))
+    def lanes(self, some: slice) -> KvCache:
+        """Some requests' part, the same memory."""
+        keys, values = ([part[some] for part in parts] for parts in (self.keys, self.values))
         return KvCache(keys, values, self.cos, self.sin)
 
 
@@ -114,14 +114,15 @@ def new_kv_cache(shape: Shape, max_tokens: int, like: Tensor, lanes: int = 1) ->
 class Passed:
     """What came out of a pass over T tokens."""
 
-    logits: Tensor  # [T, V]
+    logits: Tensor | None  # [T, V]
     indices: Tensor  # [L, T, k] experts used in every MoE layer
     weights: Tensor  # [L, T, k] float32
 
 
 def forward(
-    decoder: Decoder, ids: Tensor, position: Tensor, kv: KvCache, experts: Experts, ops: Ops, live: Tensor | None = None
-) -> Passed:
+    decoder: Decoder, ids: Tensor, position: Tensor, kv: KvCache, experts: Experts, ops: Ops, live: Tensor | None = None,
+    *, logits: bool = True,
+) -> Passed:  # fmt: skip
     """Tokens ids [T] of B requests whose earlier ones lie in `kv`: T / B of the first, at its position, position + 1, ...,
     then as many of the second.
 
@@ -129,6 +130,7 @@ def forward(
         position: [B] int64 on the device, tokens of each request before these.
         experts: computes the routed experts of a layer.
         live: [T] which tokens count; the others use no routed experts (NOT_NOW in `indices`), and their results mean nothing.
+        logits: whether they are wanted; a prompt is read for its keys and values.
     """
     shape, eps = decoder.shape, decoder.shape.norm_eps
     routed = (len(shape.moe_layers), len(ids), shape.top_k)
@@ -151,7 +153,7 @@ def forward(
         y = experts(moe, h, indices[moe], weights[moe])
         x, h = ops.add_norm(x, y, norm_after, eps, shared, rest[:, mlp.experts :])
         moe += 1
-    return Passed(ops.linear(h, decoder.head), indices, weights)
+    return Passed(ops.linear(h, decoder.head) if logits else None, indices, weights)
 
 
 def _norm_after(decoder: Decoder, layer: int) -> Norm:

@@ -52,6 +52,7 @@ class ExpertMemory:
 
     def __post_init__(self) -> None:
         self._ones = torch.ones(len(self.flags), dtype=torch.int32, pin_memory=self.stream is not None)
+        self._written, self._expert_bytes = self.addresses.numpy(), self.host[0, 0].nbytes  # the same memory
 
     def pieces(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """One expert's (gate and up [2I, H], down [H, I]) as views of its block [N]."""
@@ -70,24 +71,25 @@ class ExpertMemory:
         if not len(loads[0]):
             return 0
         places = reserve_all(self.slots, *loads)
-        begun = int((places != NONE).sum())
+        found = places != NONE
+        layers, experts, places = loads[0][found], loads[1][found], places[found]
+        begun, wanted = len(places), len(loads[0])
         with torch.cuda.stream(self.stream), self.watch.stretch("H2D", work):  # on a CPU everything happens at once
-            for layer, expert, slot in zip(*(part.tolist() for part in (*loads, places))):
-                if slot != NONE:
-                    self._copy(layer, expert, slot)
-        if work == PREFETCH and begun < len(places):
-            self.count("prefetch refused: all slots pinned", len(places) - begun)
+            self.h2d_bytes += self.transport.bring(layers, experts, self.first_slot[layers] + places)
+        for layer, expert, slot in zip(layers.tolist(), experts.tolist(), places.tolist()):
+            self._note(layer, expert, slot)
+        if work == PREFETCH and begun < wanted:
+            self.count("prefetch refused: all slots pinned", wanted - begun)
         self._unsettled |= begun > 0
         self.link_free_ms = max(self.link_free_ms, time.perf_counter() * 1e3) + begun * self.transport.copy_ms
         return begun
 
-    def _copy(self, layer: int, expert: int, slot: int) -> None:
-        victim, place = self.held[layer, slot], self.device[self.first_slot[layer] + slot]
+    def _note(self, layer: int, expert: int, slot: int) -> None:
+        """An expert is on its way into a slot; whoever it held is read from the host again."""
+        victim, row = self.held[layer, slot], layer * self.host.shape[1]
         if victim != ABSENT:
-            self.addresses[layer, victim] = self.host[layer, victim].data_ptr()
-        self.transport.bring(layer, expert, place)
-        self.h2d_bytes += self.transport.link_bytes(layer, expert)
-        self.addresses[layer, expert] = place.data_ptr()
+            self._written[layer, victim] = self.host.data_ptr() + (row + victim) * self._expert_bytes
+        self._written[layer, expert] = self.device.data_ptr() + (self.first_slot[layer] + slot) * self._expert_bytes
         self.held[layer, slot] = expert
         self.slots.ready_ms[layer, slot] = 0  # `settled` tells kernels when; the host needs no event of its own
 
@@ -166,7 +168,7 @@ def new_expert_memory(
         first_slot=np.concatenate([[0], np.cumsum(slots_per_layer)[:-1]]),
         slots=new_slots(slots_per_layer, experts, order),
         table=addresses.to(device), addresses=addresses.pin_memory() if on_gpu else addresses,
-        stream=torch.cuda.Stream(device, priority=-1) if on_gpu else None, transport=ResidualTransport(records, slab[0], budget) if records else WholeTransport(host, slab[0]),
+        stream=torch.cuda.Stream(device, priority=-1) if on_gpu else None, transport=ResidualTransport(records, slab, budget) if records else WholeTransport(host, slab),
         held=np.full((layers, int(slots_per_layer.max())), ABSENT),
         flags=torch.zeros(layers, dtype=torch.int32, device=device),
         waited=torch.zeros(2, dtype=torch.int64, device=device), watch=Stopwatch(on_gpu),

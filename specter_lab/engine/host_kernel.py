@@ -37,8 +37,9 @@ def expert_rows(
     """
     hidden, width, count = x.shape[1], act.shape[1], len(experts)
     of_width, of_hidden = (width + ROWS - 1) // ROWS, (hidden + ROWS - 1) // ROWS
+    # Work is dealt out row block by row block, so that every thread has a share of each expert: some have many tokens.
     for work in numba.prange(count * of_width):
-        which, start = work // of_width, work % of_width * ROWS
+        which, start = work % count, work // count * ROWS
         block = blocks[experts[which]]
         for row in range(start, min(start + ROWS, width)):
             gate = block[row * hidden : (row + 1) * hidden]
@@ -48,7 +49,7 @@ def expert_rows(
                 g = _dot(gate, of_token)
                 act[pairs[i], row] = g / (np.float32(1) + np.exp(-g)) * _dot(up, of_token)
     for work in numba.prange(count * of_hidden):
-        which, start = work // of_hidden, work % of_hidden * ROWS
+        which, start = work % count, work // count * ROWS
         block = blocks[experts[which]][2 * width * hidden :]
         for row in range(start, min(start + ROWS, hidden)):
             down = block[row * width : (row + 1) * width]

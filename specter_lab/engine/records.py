@@ -1,8 +1,9 @@
 """Every routed expert beside its INT4 codes, one record each, in host memory: what residual transport moves.
 
-    record   low [N] | starts [R] int32 | places [X] int32 | patterns [X] int16 | stream [S]
+    record   low [N] | starts [R] int32 | before [R + 1] int32 | places [X] int32 | patterns [X] int16 | stream [S]
 
-R = 2I + H rows: of gate, up and down. `compress.residual` says what the parts mean; starts and places count over the whole expert.
+R = 2I + H rows: of gate, up and down. `compress.residual` says what the parts mean; starts and places count over the whole expert,
+and `before` counts the exceptions before each row, after the last one all X.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Records:
     first: np.ndarray  # [L, E] byte of its layer's slab where a record begins
     length: np.ndarray  # [L, E] bytes
     exceptions: np.ndarray  # [L, E] X
+    codes: (
+        Tensor  # [L, E, 6] int64 on the device: addresses of packed codes and scales of each expert's gate, up and down
+    )
 
     @property
     def numel(self) -> int:
@@ -78,11 +82,12 @@ def new_records(host: Tensor, banks: tuple[Int4Bank, ...]) -> Records:
         slabs.append(slab)
         layers.append((np.cumsum(lengths) - lengths, lengths, [exceptions for _, exceptions in of_layer]))
     hidden, width = banks[0].down.packed.shape[1], banks[0].gate.packed.shape[1]
-    return Records(hidden, width, banks, tuple(slabs), *(np.array(part) for part in zip(*layers)))
+    numbers = (np.array(part) for part in zip(*layers))
+    return Records(hidden, width, banks, tuple(slabs), *numbers, _addresses(banks).to(device))
 
 
 def restored(records: Records, layer: int, expert: int) -> Tensor:
-    """The weights [N] bfloat16 of one expert: the reference of `engine.kernels.residual.restore_expert`."""
+    """The weights [N] bfloat16 of one expert: the reference of `engine.kernels.residual.restore_experts`."""
     low, starts, places, patterns, stream = _cut(records, layer, expert)
     found, first, row = [], 0, 0
     for codes in _codes(records.banks[layer], expert):
@@ -102,22 +107,30 @@ def _record(block: Tensor, bank: Int4Bank, expert: int) -> tuple[Tensor, int]:
         encode(weights.bfloat16().view(codes.codes.shape), codes) for weights, codes in zip(block.split(size), parts)
     ]
     streams = np.cumsum([0, *(len(part.stream) for part in found)])
-    joined = (
-        [part.low for part in found],
-        [part.starts + int(begin) for part, begin in zip(found, streams)],
-        [(part.places + i * size).int() for i, part in enumerate(found)],
-        [part.patterns for part in found],
-        [part.stream for part in found],
+    places = torch.cat([part.places + i * size for i, part in enumerate(found)])
+    rows = torch.cat(
+        [
+            torch.arange(len(part.low), device=block.device) * part.low.shape[1] + i * size
+            for i, part in enumerate(found)
+        ]
     )
-    as_bytes = [torch.cat([piece.flatten() for piece in pieces]).view(torch.uint8) for pieces in joined]
-    return torch.cat(as_bytes).cpu(), sum(len(part.places) for part in found)
+    ends = torch.cat([rows, rows.new_tensor([3 * size])])  # [R + 1] where rows begin, and the end
+    joined = (
+        torch.cat([part.low.flatten() for part in found]),
+        torch.cat([part.starts + int(begin) for part, begin in zip(found, streams)]),
+        torch.searchsorted(places, ends, out_int32=True),
+        places.int(),
+        torch.cat([part.patterns for part in found]),
+        torch.cat([part.stream for part in found]),
+    )
+    return torch.cat([part.view(torch.uint8) for part in joined]).cpu(), len(places)
 
 
 def _cut(records: Records, layer: int, expert: int) -> tuple[Tensor, ...]:
     """Low, starts, places, patterns and stream of a record."""
     record, exceptions = records.of(layer, expert), int(records.exceptions[layer, expert])
-    sizes = (records.numel, 4 * records.rows, 4 * exceptions, 2 * exceptions)
-    low, starts, places, patterns, stream = record.split((*sizes, len(record) - sum(sizes)))
+    sizes = (records.numel, 4 * records.rows, 4 * (records.rows + 1), 4 * exceptions, 2 * exceptions)
+    low, starts, _, places, patterns, stream = record.split((*sizes, len(record) - sum(sizes)))
     starts, places = (part.clone().view(torch.int32) for part in (starts, places))
     return low, starts, places, patterns.clone().view(torch.int16), stream
 
@@ -126,3 +139,15 @@ def _codes(bank: Int4Bank, expert: int) -> list[Codes]:
     """Of one expert's gate, up and down."""
     parts = (bank.gate, bank.up, bank.down)
     return [Codes(unpack(part.packed[expert]), part.scales[expert], INT4_BITS) for part in parts]
+
+
+def _addresses(banks: tuple[Int4Bank, ...]) -> Tensor:
+    """[L, E, 6] int64."""
+
+    def of_all(tensor: Tensor) -> Tensor:
+        return tensor.data_ptr() + torch.arange(len(tensor)) * tensor[0].nbytes
+
+    layers = (
+        [tensor for part in (bank.gate, bank.up, bank.down) for tensor in (part.packed, part.scales)] for bank in banks
+    )
+    return torch.stack([torch.stack([of_all(tensor) for tensor in tensors], dim=1) for tensors in layers])

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specter_lab.engine.decoder import Decoder, Experts, KvCache, forward, new_kv_cache
 from specter_lab.engine.graphs import captured
@@ -22,7 +23,7 @@ from specter_lab.engine.served import TargetExperts
 from specter_lab.measure.sampling import GREEDY, accept_drawn, distribution, invert
 from specter_lab.plan.policy import NO_LOADS, Loads
 
-PREFILL_TOKENS = 32  # read in one pass
+PREFILL_TOKENS, PREFILL_TOKENS_OF_ALL = 32, 512  # of one prompt, and of all together, that are read in one pass
 DRAFT = "draft"  # the name of its graph
 NO_REQUEST = -1  # depth of a lane that is free
 
@@ -80,14 +81,22 @@ class Session:
     def samples(self) -> bool:
         return isinstance(self.temperature, Tensor) or self.temperature != GREEDY
 
-    def begin(self, prompt: Tensor, lane: int = 0) -> None:
-        """Read a prompt [P] into a lane; its last token begins the first window."""
-        position, kv = self.position[lane : lane + 1].zero_(), self.kv.lane(lane)
+    def begin(self, prompts: Sequence[Tensor], first_lane: int = 0) -> None:
+        """Read prompts [P] side by side, into one lane after the other; their last tokens begin the first windows."""
+        lanes = slice(first_lane, first_lane + len(prompts))
+        position, kv = self.position[lanes].zero_(), self.kv.lanes(lanes)
         self.step.zero_()
-        for piece in prompt[:-1].split(PREFILL_TOKENS):
-            self.target_experts.run(partial(forward, self.decoder, piece, position, kv, self.target_experts, self.ops))
-            position += len(piece)
-        self.window[lane, :1] = prompt[-1:]
+        read = pad_sequence([prompt[:-1] for prompt in prompts], batch_first=True)  # [B, longest]
+        lengths = position.new_tensor([len(prompt) - 1 for prompt in prompts])
+        for piece in read.split(min(PREFILL_TOKENS, max(1, PREFILL_TOKENS_OF_ALL // len(prompts))), dim=1):
+            live = (position[:, None] + torch.arange(piece.shape[1], device=piece.device) < lengths[:, None]).flatten()
+            self.target_experts.run(
+                partial(forward, self.decoder, piece.flatten(), position, kv, self.target_experts, self.ops,
+                        live if len(prompts) > 1 else None, logits=False)
+            )  # fmt: skip
+            position += piece.shape[1]
+        position.copy_(lengths)
+        self.window[lanes, 0] = torch.stack([prompt[-1] for prompt in prompts])
 
     def set_depths(self, depths: Sequence[int]) -> None:
         """Drafted tokens of every lane that count in the next round, NO_REQUEST for a free one.

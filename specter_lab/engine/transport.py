@@ -1,10 +1,10 @@
 """How an expert crosses the link into a slot: whole, or without what the draft's INT4 codes say of it already.
 
-Residual transport (`compress.residual`) moves about 9 of 16 bits. A record is copied into a small buffer on its own stream, and
-a kernel behind it puts the weights together in their slot, bit for bit, while the next record is on its way:
+Residual transport (`compress.residual`) moves about 9 of 16 bits. Records are copied into a small room on a stream of their own, and
+a kernel behind them puts the weights together in their slots, bit for bit, while the next records are on their way:
 
-    link       record | record | record | ...
-    memory's          | restore | restore | ...   in this stream's order slots are filled, and flags are raised behind them
+    link       records | records | records | ...
+    memory's           | restore | restore | ...   in this stream's order slots are filled, and flags are raised behind them
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specter_lab.engine.arena import Budget
 from specter_lab.engine.records import Records, restored
 
-BUFFERS = 4  # records on their way or being restored
+ROOMS = 2  # one is filled while the records of the other are restored
 ALIGNED = 16  # bytes
+COPIES = 8  # that are timed together
 
 
 class Transport(Protocol):
@@ -29,80 +31,91 @@ class Transport(Protocol):
     copy_ms: float  # one expert on the link, measured
     bits: float  # of a weight over the link
 
-    def bring(self, layer: int, expert: int, place: Tensor) -> None:
-        """Fill `place` [N], in the order of the current stream."""
-
-    def link_bytes(self, layer: int, expert: int) -> int:
-        """What crosses the link for it."""
+    def bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray) -> int:
+        """Fill slots [n] of all layers' with experts [n] of layers [n], in the order of the current stream; the bytes that cross."""
 
 
 class WholeTransport:
     """Experts as they lie in the host slab."""
 
-    def __init__(self, host: Tensor, place: Tensor) -> None:
-        self._host, self.bits = host, 16.0  # [L, E, N]; float32 on a CPU stands for BF16
-        self.copy_ms = _second_time_ms(lambda: place.copy_(host[0, 0]))
+    def __init__(self, host: Tensor, device: Tensor) -> None:
+        self._host, self._device, self.bits = host, device, 16.0  # [L, E, N]; float32 on a CPU stands for BF16
+        self.copy_ms = _copy_ms(device[0], host[0, 0])
 
-    def bring(self, layer: int, expert: int, place: Tensor) -> None:
-        place.copy_(self._host[layer, expert], non_blocking=True)
-
-    def link_bytes(self, layer: int, expert: int) -> int:
-        return self._host[0, 0].nbytes
+    def bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray) -> int:
+        for layer, expert, slot in zip(layers.tolist(), experts.tolist(), slots.tolist()):
+            self._device[slot].copy_(self._host[layer, expert], non_blocking=True)
+        return len(layers) * self._host[0, 0].nbytes
 
 
 class ResidualTransport:
     """Experts beside the draft's codes.
 
     Raises:
-        UserError: the budget does not hold the buffers.
+        UserError: the budget does not hold the rooms.
     """
 
-    def __init__(self, records: Records, place: Tensor, budget: Budget) -> None:
-        longest = -(-int(records.length.max()) // ALIGNED) * ALIGNED
-        self._records, self.bits, on_gpu = records, records.bits, place.is_cuda
-        self._buffers: list[_Buffer] = []
-        if on_gpu:
-            budget.take("residuals on their way", BUFFERS * longest, "use transport='whole', or a larger budget")
-            self._link = torch.cuda.Stream(place.device)
-            room = torch.empty(BUFFERS, longest, dtype=torch.uint8, device=place.device)
-            self._buffers = [_Buffer(row, torch.cuda.Event(), torch.cuda.Event()) for row in room]
-            self.bring(0, 0, place)  # compiles the kernel
+    def __init__(self, records: Records, device: Tensor, budget: Budget) -> None:
+        self._records, self._device, self.bits = records, device, records.bits
+        self._rooms: list[_Room] = []
         record = records.of(0, 0)
-        target = self._buffers[0].room[: len(record)] if on_gpu else torch.empty_like(record)
-        self.copy_ms = _second_time_ms(lambda: target.copy_(record))
+        target = torch.empty_like(record, device=device.device)
+        if device.is_cuda:
+            from specter_lab.engine.kernels.residual import EXPERTS
 
-    def bring(self, layer: int, expert: int, place: Tensor) -> None:
-        if not self._buffers:  # on a CPU
-            place.copy_(restored(self._records, layer, expert))
-            return
-        from specter_lab.engine.kernels.residual import restore_expert
+            longest = -(-int(records.length.max()) // ALIGNED) * ALIGNED
+            budget.take(
+                "residuals on their way", ROOMS * EXPERTS * longest, "use transport='whole', or a larger budget"
+            )
+            self._link = torch.cuda.Stream(device.device)
+            room = torch.empty(ROOMS, EXPERTS, longest, dtype=torch.uint8, device=device.device)
+            self._rooms = [_Room(part, torch.cuda.Event(), torch.cuda.Event()) for part in room]
+            self.bring(*np.zeros((3, 1), np.int64))  # compiles the kernel
+        self.copy_ms = _copy_ms(target, record)
 
-        record, buffer = self._records.of(layer, expert), self._buffers.pop(0)
-        self._buffers.append(buffer)
-        self._link.wait_event(buffer.free)
+    def bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray) -> int:
+        if self._rooms:
+            together = len(self._rooms[0].records)
+            for first in range(0, len(layers), together):
+                self._bring(*(part[first : first + together].tolist() for part in (layers, experts, slots)))
+        else:  # on a CPU
+            for layer, expert, slot in zip(layers, experts, slots):
+                self._device[slot] = restored(self._records, layer, expert)
+        return int(self._records.length[layers, experts].sum())
+
+    def _bring(self, layers: list[int], experts: list[int], slots: list[int]) -> None:
+        """As many as a room holds."""
+        from specter_lab.engine.kernels.residual import restore_experts
+
+        room = self._rooms.pop(0)
+        self._rooms.append(room)
+        self._link.wait_event(room.free)
         with torch.cuda.stream(self._link):
-            buffer.room[: len(record)].copy_(record, non_blocking=True)
-            buffer.full.record()
-        torch.cuda.current_stream().wait_event(buffer.full)
-        restore_expert(buffer.room, self._records, layer, expert, place)
-        buffer.free.record()
-
-    def link_bytes(self, layer: int, expert: int) -> int:
-        return int(self._records.length[layer, expert])
+            for layer, expert, place in zip(layers, experts, room.records):
+                record = self._records.of(layer, expert)
+                place[: len(record)].copy_(record, non_blocking=True)
+            room.full.record()
+        torch.cuda.current_stream().wait_event(room.full)
+        each = self._records.length.shape[1]
+        numbers = [layer * each + expert for layer, expert in zip(layers, experts)]
+        restore_experts(room.records, self._records, numbers, self._device, slots)
+        room.free.record()
 
 
 @dataclass(frozen=True)
-class _Buffer:
-    room: Tensor  # [longest record] uint8 on the device
+class _Room:
+    records: Tensor  # [n, longest record] uint8 on the device
     full: torch.cuda.Event
     free: torch.cuda.Event
 
 
-def _second_time_ms(copy) -> float:
+def _copy_ms(target: Tensor, source: Tensor) -> float:
+    """Of one copy among COPIES in a row, the second time."""
     for _ in range(2):
         began = time.perf_counter()
-        copy()
-        if torch.cuda.is_available():
+        for _ in range(COPIES):
+            target.copy_(source, non_blocking=True)
+        if target.is_cuda:
             torch.cuda.synchronize()
         elapsed_ms = (time.perf_counter() - began) * 1e3
-    return elapsed_ms
+    return elapsed_ms / COPIES

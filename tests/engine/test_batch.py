@@ -32,6 +32,18 @@ def test_greedy_texts_are_those_of_each_alone(model, mode, device):
         assert torch.equal(text, engine.generate(ids, limit, depth=0, ignore_eos=True))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_prompts_of_neighbours_are_read_side_by_side(device, monkeypatch):
+    """Of 80, 2, 9 and 33 tokens, in pieces of four each; the lanes in the middle join a second time."""
+    monkeypatch.setattr("specter_lab.engine.session.PREFILL_TOKENS_OF_ALL", 16)
+    engine = engine_of("qwen-nano", 6, device, mode="paper")
+    long = torch.tensor(engine.tokenizer(" ".join(TEXTS * 8))["input_ids"])
+    prompts, limits = [long[:80], long[:2], long[5:14], long[:33], long[3:20], long[9:12]], (9, 2, 2, 9, 5, 5)
+    found = engine.generate_batch(prompts, limits, depth=2, lanes=4, ignore_eos=True)
+    for ids, limit, text in zip(prompts, limits, found):
+        assert torch.equal(text, engine.generate(ids, limit, depth=0, ignore_eos=True))
+
+
 def test_samples_are_those_of_each_alone():
     """On a CPU: a GPU's draft adds in another order with several lanes, so that its samples follow the same law only."""
     engine = engine_of("qwen-nano", 6, mode="paper")

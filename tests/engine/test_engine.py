@@ -147,9 +147,10 @@ def test_rows_that_the_host_computes(device):
 
 def test_sharing_is_even():
     """With cores as fast as the link every second miss is theirs; a busy link leaves them more, a slow host none."""
-    assert sooner_by_cpu(6, 0.0, 1.0, 0.99).sum() == 3
-    assert sooner_by_cpu(6, 4.0, 1.0, 0.99).sum() == 5
-    assert not sooner_by_cpu(3, 0.0, 1.0, 5.0).any() and len(sooner_by_cpu(0, 0.0, 1.0, 1.0)) == 0
+    assert sooner_by_cpu(6, 0.0, 1.0, 0.0, 0.99).sum() == 3
+    assert sooner_by_cpu(6, 4.0, 1.0, 0.0, 0.99).sum() == 5
+    assert sooner_by_cpu(6, 0.0, 1.0, 2.0, 0.99).sum() == 2
+    assert not sooner_by_cpu(3, 0.0, 1.0, 0.0, 5.0).any() and len(sooner_by_cpu(0, 0.0, 1.0, 0.0, 1.0)) == 0
 
 
 @pytest.mark.parametrize("how", [{"draft": "none"}, {"policy": "lru"}])
@@ -187,7 +188,7 @@ def test_passes_launched_one_behind_the_other():
     engine = engine_of("qwen-nano", 4, "cuda")
     session = engine.session_for(256, 4, 0.0)
     with torch.inference_mode():
-        session.begin(ids_of(engine).cuda())
+        session.begin([ids_of(engine).cuda()])
         for _ in range(20):
             verified = session.verify(4)
         torch.cuda.synchronize()

@@ -1,10 +1,13 @@
-"""An expert put together on the GPU from its INT4 codes and the record that came over the link (`engine.records`).
+"""Experts put together on the GPU from their INT4 codes and the records that came over the link (`engine.records`).
 
-A program restores one row: it reads the row's codes, knows from them how many bits of the stream each weight has, and a running
-sum over the row says where they lie. What the codes do not reproduce is written over the rows afterwards.
+A program restores one row of one expert: it reads the row's codes, knows from them how many bits of the stream each weight has, and
+a running sum over the row says where they lie. What the codes do not reproduce is written over the row at the end. One launch
+restores all the experts of a room, for the host has to make it while others wait.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,38 +17,47 @@ from torch import Tensor
 from specter_lab.compress.residual import STREAM_BITS
 from specter_lab.engine.records import Records
 
-_PATCHES = 256  # exceptions of a program
+EXPERTS = 2  # of one launch, at most
+_EXCEPTIONS = 32  # written at a time
 
 
-@triton.jit(do_not_specialize=["stream_at"])  # nothing may be compiled while kernels wait for what is restored
+@triton.jit(
+    do_not_specialize=["expert_0", "expert_1", "slot_0", "slot_1"]
+)  # nothing may compile while kernels wait for this
 def _restore(
-    record, stream_at, gate, gate_scales, up, up_scales, down, down_scales, out, hidden, width, hidden_groups, width_groups,
+    room, room_bytes, codes_of, slots, expert_0, expert_1, slot_0, slot_1, hidden, width,
     HIDDEN_GROUP: tl.constexpr, WIDTH_GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr,
+    EXCEPTIONS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    is_down, is_up = row >= 2 * width, row >= width
-    of_part = row - tl.where(is_down, 2 * width, tl.where(is_up, width, 0))
-    inputs = tl.where(is_down, width, hidden)
-    first = tl.where(
-        is_down, 2 * width * hidden + of_part * width, row * hidden
-    )  # an expert has fewer than 2^31 weights
-    codes = tl.where(is_down, down, tl.where(is_up, up, gate)) + of_part * (inputs // 2)
-    scales = tl.where(is_down, down_scales, tl.where(is_up, up_scales, gate_scales))
-    scales += of_part * tl.where(is_down, width_groups, hidden_groups)
+    row, second = tl.program_id(0), tl.program_id(1) == 1
+    rows, numel = 2 * width + hidden, 3 * hidden * width  # an expert has fewer than 2^31 weights
+    record = room + tl.where(second, room_bytes, 0).to(tl.int64)
+    out = slots + tl.where(second, slot_1, slot_0).to(tl.int64) * numel
+    part = tl.where(row >= 2 * width, 2, tl.where(row >= width, 1, 0))
+    of_part = row - part * width
+    inputs = tl.where(part == 2, width, hidden)
+    first = tl.where(part == 2, 2 * width * hidden + of_part * width, row * hidden)
+    address = codes_of + tl.where(second, expert_1, expert_0).to(tl.int64) * 6 + 2 * part
+    packed = tl.load(address).to(tl.pointer_type(tl.uint8)) + of_part * (inputs // 2)
+    group = tl.where(part == 2, WIDTH_GROUP, HIDDEN_GROUP)
+    scales = tl.load(address + 1).to(tl.pointer_type(tl.float16)) + of_part * (inputs // group)
+    half = tl.arange(0, BLOCK // 2)
+    byte = tl.load(packed + half, mask=half < inputs // 2, other=0).to(tl.int32)
+    q = tl.interleave(byte & 0xF, byte >> 4) - 8  # [BLOCK]
     i = tl.arange(0, BLOCK)
     good = i < inputs
-    byte = tl.load(codes + i // 2, mask=good, other=0).to(tl.int32)
-    q = ((byte >> (4 * (i % 2))) & 0xF) - 8
     magnitude = tl.abs(q)
-    scale = tl.load(scales + tl.where(is_down, i // WIDTH_GROUP, i // HIDDEN_GROUP), mask=good, other=1.0).to(
-        tl.float32
-    )
+    scale = tl.load(scales + i // group, mask=good, other=1.0).to(tl.float32)
     edge = tl.where(q == 0, 0.5, magnitude.to(tl.float32) - 0.5) * scale
     nearest = (edge.to(tl.int32, bitcast=True) >> 23) & 0xFF
     count = tl.where(good, tl.where(magnitude == 0, BITS_0, tl.where(magnitude == 1, BITS_1, 0)), 0)
     place = tl.cumsum(count, 0) - count
-    starts = (record + 3 * hidden * width).to(tl.pointer_type(tl.int32))
-    at = record + stream_at + tl.load(starts + row) + (place >> 3)
+    starts = (record + numel).to(tl.pointer_type(tl.int32))
+    before = starts + rows
+    places = before + rows + 1
+    patterns = (places + tl.load(before + rows)).to(tl.pointer_type(tl.int16))
+    stream = (patterns + tl.load(before + rows)).to(tl.pointer_type(tl.uint8))
+    at = stream + tl.load(starts + row) + (place >> 3)
     asked = count > 0
     pair = tl.load(at, mask=asked, other=0).to(tl.int32) | (tl.load(at + 1, mask=asked, other=0).to(tl.int32) << 8)
     value = (pair >> (place & 7)) & ((1 << count) - 1)
@@ -55,40 +67,37 @@ def _restore(
     sign = tl.where(q == 0, top, (q < 0).to(tl.int32))
     pattern = (sign << 15) | (((nearest + away) & 0xFF) << 7) | (bits & 0x7F)
     tl.store(out + first + i, pattern.to(tl.int16), mask=good)
+    exception, last = tl.load(before + row), tl.load(before + row + 1)
+    if exception < last:
+        tl.debug_barrier()  # the row is written
+    while exception < last:
+        x = exception + tl.arange(0, EXCEPTIONS)
+        tl.store(
+            out + tl.load(places + x, mask=x < last, other=0),
+            tl.load(patterns + x, mask=x < last, other=0),
+            mask=x < last,
+        )
+        exception += EXCEPTIONS
 
 
-@triton.jit(do_not_specialize=["places_at", "count"])
-def _patch(record, places_at, count, out, BLOCK: tl.constexpr):
-    places = (record + places_at).to(tl.pointer_type(tl.int32))
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    patterns = (places + count).to(tl.pointer_type(tl.int16))
-    pattern = tl.load(patterns + i, mask=i < count, other=0)
-    tl.store(out + tl.load(places + i, mask=i < count, other=0), pattern, mask=i < count)
-
-
-def restore_expert(room: Tensor, records: Records, layer: int, expert: int, place: Tensor) -> None:
-    """Fill `place` with the weights that were encoded, bit for bit.
+def restore_experts(
+    room: Tensor, records: Records, experts: Sequence[int], device: Tensor, slots: Sequence[int]
+) -> None:
+    """Fill slots with the weights that were encoded, bit for bit.
 
     Args:
-        room: [B] uint8 on the device, the expert's record; 4-byte aligned.
-        place: [N] bfloat16 on the device.
+        room: [EXPERTS, B] uint8 on the device, a record in each row; B a multiple of 4, rows aligned to it.
+        experts: n numbers, layer * E + expert; at most EXPERTS.
+        device: [S, N] bfloat16, all slots.
+        slots: the n that are to be filled.
     """
-    bank, hidden, width, exceptions = (
-        records.banks[layer],
-        records.hidden,
-        records.width,
-        int(records.exceptions[layer, expert]),
+    (gate, down), block = (
+        (records.banks[0].gate, records.banks[0].down),
+        triton.next_power_of_2(max(records.hidden, records.width)),
     )
-    places_at = records.numel + 4 * records.rows
-    gate, up, down = ((part.packed[expert], part.scales[expert]) for part in (bank.gate, bank.up, bank.down))
-    groups, out, block = (
-        (gate[1].shape[1], down[1].shape[1]),
-        place.view(torch.int16),
-        triton.next_power_of_2(max(hidden, width)),
-    )
-    _restore[(records.rows,)](
-        room, places_at + 6 * exceptions, *gate, *up, *down, out, hidden, width, *groups,
-        HIDDEN_GROUP=hidden // groups[0], WIDTH_GROUP=width // groups[1],
-        BLOCK=block, BITS_0=STREAM_BITS[0], BITS_1=STREAM_BITS[1], num_warps=max(1, min(16, block // 512)),
+    groups = (records.hidden // gate.scales.shape[2], records.width // down.scales.shape[2])
+    _restore[(records.rows, len(experts))](
+        room, room.shape[1], records.codes, device.view(torch.int16), experts[0], experts[-1], slots[0], slots[-1],
+        records.hidden, records.width, HIDDEN_GROUP=groups[0], WIDTH_GROUP=groups[1], BLOCK=block,
+        BITS_0=STREAM_BITS[0], BITS_1=STREAM_BITS[1], EXCEPTIONS=_EXCEPTIONS, num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
-    _patch[(max(1, triton.cdiv(exceptions, _PATCHES)),)](room, places_at, exceptions, out, BLOCK=_PATCHES)
