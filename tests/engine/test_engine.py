@@ -115,7 +115,10 @@ def test_host_and_link_share_the_misses(policy, monkeypatch):
     assert torch.equal(engine.generate(ids, 24), resident.generate(ids, 24))
     engine.stats = Meter()
     monkeypatch.setattr(host_experts, "NEW_SHARE", 0.0)
-    engine.target.host.expert_ms = 0.9 * engine.memory.transport.copy_ms  # about as long as a copy: they take turns
+    engine.target.host.begin_ms, engine.target.host.expert_ms = (
+        0.0,
+        0.9 * engine.memory.transport.copy_ms,
+    )  # they take turns
     engine.generate(ids, 24)
     stats, copies = engine.stats, engine.stats.h2d_bytes // engine.memory.host[0, 0].nbytes
     assert stats.by_host > 0 and copies > 0 and not engine.memory.slots.pinned.any()

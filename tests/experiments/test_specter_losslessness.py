@@ -17,7 +17,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, cache):
-    for name, value in {"NEW_TOKENS": 24, "DRAFT": "rtn-int4", "SAMPLES": 600, "BATCH": 400, "CACHE": cache}.items():
+    for name, value in {"NEW_TOKENS": 24, "DRAFT": "rtn-int4", "BATCH": 400, "CACHE": cache}.items():
         monkeypatch.setattr(losslessness, name, value)
 
 
@@ -35,7 +35,7 @@ def test_greedy_rows():
 def test_sampled_rows_tell_a_wrong_rule_from_the_standard_one():
     digest = routing.inputs_digest(QWEN)
     standard, wrong = (
-        losslessness.measure_sampled(QWEN, digest, 0, rule, "rtn-int2", 1.0)[0]
+        losslessness.measure_sampled(QWEN, digest, 0, rule, "rtn-int2", 1.0, samples=600)[0]
         for rule in ("standard", "always accept")
     )
     assert (standard["n_samples"], wrong["n_samples"]) == (600, 600)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from random import Random
 
 import numpy as np
 import pandas as pd
@@ -46,7 +47,7 @@ PREFIX_TOKENS, NEW_TOKENS, DEPTH = 16, 512, 8  # of the greedy comparison, one p
 QUANTILES = np.linspace(0, 1, 21)  # of the logit differences and margins that rows keep
 
 VOCABULARY, CONTINUATION, WINDOW, PROMPT = 8, 3, 2, 16  # tokens: V, length of a continuation, K, length of its prompt
-SAMPLES, BATCH = 4000, 2000  # continuations
+SAMPLES, GPU_SAMPLES, BATCH = 4000, 40_000, 2000  # continuations: of a test on a CPU, on a GPU, drawn together
 TESTS = (
     (STANDARD, DRAFT, 0.7), (STANDARD, DRAFT, 1.0), (STANDARD, COARSE_DRAFT, 1.0),
     ("always accept", COARSE_DRAFT, 1.0), ("no residual", COARSE_DRAFT, 1.0),
@@ -57,9 +58,13 @@ inputs = routing.inputs_of
 
 def run(context: Context) -> pd.DataFrame:
     """Rows `by` parity (one per prompt), width (quantiles of the rounding) and rule (one per test)."""
+    samples = SAMPLES if context.tier == "cpu" else GPU_SAMPLES
     work = [
         *((function, {"precision": p}, 4.0) for p in PRECISIONS for function in (measure_parity, measure_rounding)),
-        *((measure_sampled, {"rule": rule, "quantizer": draft, "temperature": t}, 4.0) for rule, draft, t in TESTS),
+        *(
+            (measure_sampled, {"rule": rule, "quantizer": draft, "temperature": t, "samples": samples}, 4.0)
+            for rule, draft, t in TESTS
+        ),
     ]
     return pd.DataFrame(jobs.run(context, [
         jobs.Job(
@@ -111,8 +116,13 @@ def _rounding(effects: list[WidthEffect]) -> jobs.Rows:
     ]  # fmt: skip
 
 
-def measure_sampled(model: str, digest: str, seed: int, rule: str, quantizer: str, temperature: float) -> jobs.Rows:
-    """One test of sampled continuations against their law, in float32: in fewer bits the law depends on how it is read."""
+def measure_sampled(
+    model: str, digest: str, seed: int, rule: str, quantizer: str, temperature: float, samples: int
+) -> jobs.Rows:
+    """One test of sampled continuations against their law, in float32: in fewer bits the law depends on how it is read.
+
+    Every test draws from a stream of its own, for tests that share random numbers err together.
+    """
     question = routing.ask(model, 5, seed)
     whole = load(model, dtype=torch.float32, device=question.source.model.device).model
     vocabulary = _frequent_tokens(question.tokens.ids)
@@ -120,11 +130,14 @@ def measure_sampled(model: str, digest: str, seed: int, rule: str, quantizer: st
     draft = with_vocabulary(with_experts(whole, routing.quantized(question, quantizer, CACHE).banks), vocabulary)
     prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(seed))
     laws = [continuation_law(m, prompt, CONTINUATION, temperature) for m in (target, draft)]
-    counts = np.zeros(VOCABULARY**CONTINUATION, dtype=int)
-    for start in range(0, SAMPLES, BATCH):
+    counts, seeds = (
+        np.zeros(VOCABULARY**CONTINUATION, dtype=int),
+        Random(repr((model, seed, rule, quantizer, temperature))),
+    )
+    for start in range(0, samples, BATCH):
         decoded = speculative_decode(
-            target, draft, prompt.expand(min(BATCH, SAMPLES - start), -1), new_tokens=CONTINUATION, depth=WINDOW,
-            temperature=temperature, seed=seed + start, rule=RULES[rule],
+            target, draft, prompt.expand(min(BATCH, samples - start), -1), new_tokens=CONTINUATION, depth=WINDOW,
+            temperature=temperature, seed=seeds.getrandbits(63), rule=RULES[rule],
         )  # fmt: skip
         counts += np.bincount(continuation_index(decoded.tokens, VOCABULARY), minlength=len(counts))
     fit = goodness_of_fit(counts, laws[0])
