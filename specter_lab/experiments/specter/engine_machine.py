@@ -18,7 +18,7 @@ from specter_lab.experiments.specter import routing
 from specter_lab.experiments.specter.setting import BUDGETS, priced_as
 from specter_lab.plan.cost import OPERATORS_PER_LAYER
 from specter_lab.plan.doctor import measure, profile_of
-from specter_lab.plan.hardware import Profile
+from specter_lab.plan.hardware import Curve, Profile
 from specter_lab.plan.policy import Scene
 from specter_lab.plan.replay import Replay
 from specter_lab.plan.serve import READ_THROUGH
@@ -26,8 +26,10 @@ from specter_lab.plan.simulate import simulate
 from specter_lab.plan.step_costs import StepCosts, Transport
 
 PROMPT_TOKENS, HOST_PASSES = 16, 48
+ROUTING_BYTES = (1, 1 << 20)  # of a layer, or of all of a draft step: what telling it takes does not depend on its size
 GRAPH_LAUNCH_US = 0.01  # per operator of a captured pass: the host launches it as one
 HOST_PASS = "host-served pass"  # plain decoding in paper mode with everything resident
+TOLD = "told of a miss"  # what a layer of it takes longer when something is missing, beside the copies
 DRAFT_STEP = "draft step"
 
 
@@ -39,11 +41,13 @@ class Machine:
     link_gb_s: float
     passes: list[Pass]
     host_pass_ms: float
+    told_ms: float  # of a layer, see TOLD
 
     def rows(self) -> jobs.Rows:
         found = [{"by": "pass", "item": one.what, "measured_ms": round(one.ms, 4), "floor_ms": round(one.floor_ms, 4),
                   "read_gb": round(one.read_bytes / 1e9, 4)} for one in self.passes]  # fmt: skip
-        return [*found, {"by": "pass", "item": HOST_PASS, "measured_ms": round(self.host_pass_ms, 4)}]
+        by_host = {HOST_PASS: self.host_pass_ms, TOLD: self.told_ms}
+        return [*found, *({"by": "pass", "item": item, "measured_ms": round(ms, 4)} for item, ms in by_host.items())]
 
 
 def measure_machine(weights: Weights, model: str) -> Machine:
@@ -53,7 +57,9 @@ def measure_machine(weights: Weights, model: str) -> Machine:
     bandwidth = copy_gb_s()
     found = passes(resident, bandwidth, (1, 4, BUDGETS[routing.family(model)].depth + 1))
     del resident
-    host_ms = _host_pass_ms(weights)
+    host_ms, copied_ms = _host_pass_ms(weights, weights.shape.num_experts)
+    missing_ms, copies_ms = _host_pass_ms(weights, 2 * weights.shape.top_k)
+    told_ms = max(0.0, missing_ms - copies_ms - host_ms + copied_ms) / len(weights.shape.moe_layers)
     torch.cuda.empty_cache()
     profile, anatomy = profile_of(measure(lambda _: None)), priced_as(model)
     expert_ms = anatomy.moe_layers * anatomy.expert_bytes / bandwidth / 1e6  # one expert in every layer
@@ -62,22 +68,28 @@ def measure_machine(weights: Weights, model: str) -> Machine:
         tokens = int(one.what.split()[1])
         distinct = (one.read_bytes - found[1].read_bytes) / (anatomy.moe_layers * anatomy.expert_bytes) + anatomy.top_k
         table["every_token", anatomy.name, tokens] = max(0.1, one.ms - distinct * expert_ms)
-    return Machine(replace(profile, measured=table), link_gb_s(), found, host_ms)
+    return Machine(replace(profile, measured=table), link_gb_s(), found, host_ms, told_ms)
 
 
-def _host_pass_ms(weights: Weights) -> float:
-    engine = engine_for(weights, expert_budget=weights.shape.num_experts, in_slots=True, mode="paper", policy="lru")
+def _host_pass_ms(weights: Weights, slots: int) -> tuple[float, float]:
+    """A token of plain decoding in paper mode with so many slots per layer, and its copies."""
+    engine = engine_for(weights, expert_budget=slots, in_slots=True, mode="paper", policy="lru")
     engine.fill_slots()
     ids = torch.arange(PROMPT_TOKENS) + 3
     for _ in range(2):  # the first one captures
         engine.stats = Meter()
         engine.generate(ids, HOST_PASSES, ignore_eos=True)
-    return 1e3 * engine.stats.seconds / engine.stats.tokens
+    copies = engine.stats.h2d_bytes / engine.memory.host[0, 0].nbytes
+    return (
+        1e3 * engine.stats.seconds / engine.stats.tokens,
+        copies * engine.memory.transport.copy_ms / engine.stats.tokens,
+    )
 
 
 def simulated_ms(engine: Engine, replay: Replay, model: str, machine: Machine, new_tokens: int) -> float:
     """Milliseconds per token that the simulator gives the same rounds, requests one after the other; slots begin empty there."""
-    anatomy, profile = priced_as(model), machine.profile
+    anatomy, told = priced_as(model), machine.told_ms * 1e6  # nanoseconds
+    profile = replace(machine.profile, d2h=Curve(ROUTING_BYTES, tuple(size / max(told, 1.0) for size in ROUTING_BYTES)))
     launch_us = (
         GRAPH_LAUNCH_US if engine.target.waits else 1e3 * machine.host_pass_ms / (anatomy.layers * OPERATORS_PER_LAYER)
     )
