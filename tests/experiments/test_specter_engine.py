@@ -1,9 +1,12 @@
 """specter-engine's rows, claims and figure, on a CPU: the same code, with a machine's numbers from its profile."""
 
+from types import SimpleNamespace
+
 import pandas as pd
 import pytest
 import torch
 
+from specter_lab.engine import records
 from specter_lab.engine.bench import Pass
 from specter_lab.engine.weights import load_weights
 from specter_lab.experiments.specter import engine, engine_batch, engine_machine, engine_runs
@@ -95,6 +98,16 @@ def test_parts_spoilt_plans_and_one_round(rows):
     assert spoilt.loc["specter @ 0.41", "hit_rate"] < spoilt.loc["specter @ 0.7", "hit_rate"]
     work = rows[rows["by"] == "work"]
     assert set(work["item"]) == set(engine_runs.DRAWN) and (work["measured_end_ms"] >= work["measured_start_ms"]).all()
+
+
+def test_a_system_that_memory_does_not_hold_is_a_row_that_says_so(monkeypatch):
+    monkeypatch.setattr(records.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    bench = engine_runs.Bench(load_weights("qwen-nano", device="cpu"), "qwen-nano", "low", 8, {}, MACHINE, 0)
+    residual = "specter-shared, residual transport"
+    found, refused = bench.contenders(["specter", residual])
+    assert list(found) == ["specter"]
+    assert [(row["by"], row["item"]) for row in refused] == [(engine_runs.REFUSED, residual)]
+    assert "of host memory" in refused[0]["title"]
 
 
 def test_a_replay_says_what_was_recorded():

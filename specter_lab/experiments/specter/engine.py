@@ -43,6 +43,7 @@ def run(context: Context) -> pd.DataFrame:
         part       paper mode without some of its parts, and fast mode without prefetch
         precision  both modes with spoilt plans
         work       one round of a system on its streams
+        refused    a system that this machine's memory does not hold
         peer       what people have installed, or why it was not run
 
     Raises:

@@ -14,11 +14,20 @@ from torch import Tensor
 from specter_lab.engine.api import engine_for
 from specter_lab.engine.decode import Meter
 from specter_lab.engine.weights import Weights, load_weights
+from specter_lab.errors import UserError
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Measured
 from specter_lab.experiments.specter import routing
 from specter_lab.experiments.specter.engine_machine import PROMPT_TOKENS
-from specter_lab.experiments.specter.engine_runs import NEW_TOKENS, SHARED, SYSTEMS, TEMPERATURE, USUAL_TOKENS, named
+from specter_lab.experiments.specter.engine_runs import (
+    NEW_TOKENS,
+    SHARED,
+    SYSTEMS,
+    TEMPERATURE,
+    USUAL_TOKENS,
+    named,
+    refused_row,
+)
 from specter_lab.experiments.specter.setting import BUDGETS, slots_of
 from specter_lab.measure.prompts import PROMPT_SETS, select, tokenize
 from specter_lab.models.zoo.shapes import SHAPES
@@ -37,7 +46,13 @@ def batch_rows(model: str, digest: str, seed: int) -> jobs.Rows:
     weights = load_weights(model, widen_to=SHAPES[model].original if model in SHAPES else None)
     slots = int(slots_of(model, routing.family(model))["high"])
     prompts = mixed_prompts(weights, max(BATCHES), seed)
-    return [named(model) | row for name in BATCHED for row in of_system(weights, model, name, slots, prompts, seed)]
+    rows: jobs.Rows = []
+    for name in BATCHED:
+        try:
+            rows += of_system(weights, model, name, slots, prompts, seed)
+        except UserError as error:
+            rows.append(refused_row(name, "high", error))
+    return [named(model) | row for row in rows]
 
 
 def mixed_prompts(weights: Weights, count: int, seed: int) -> list[Tensor]:

@@ -8,7 +8,7 @@ models repeat themselves greedily, which flatters a cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from specter_lab.engine.api import RESIDUAL, WHOLE, Engine, engine_for
 from specter_lab.engine.decode import Meter
 from specter_lab.engine.weights import Weights, load_weights
+from specter_lab.errors import UserError
 from specter_lab.experiments import jobs
 from specter_lab.experiments.specter import routing
 from specter_lab.experiments.specter.ablation import policy_with
@@ -52,6 +53,7 @@ PRECISIONS = (0.7, 0.41)  # of the plans, before what the draft itself gets wron
 DRAWN = ("specter", "specter-fast", SHARED)  # systems of which one round is kept, work by work
 DRAWN_ROUND = 3  # the first ones fill the slots
 ALL_SETS = "all"
+REFUSED = "refused"  # rows about systems that were not run
 EXACT = {"fast": (4, 8), "paper": (6, 5)}  # mode -> slots per layer, depth
 
 
@@ -86,7 +88,8 @@ def system_rows(model: str, digest: str, seed: int) -> jobs.Rows:
         bench = Bench(weights, model, budget, int(slots), prompts, machine, seed)
         groups = [[RESIDENT]] if budget == "high" else []
         for group in (*groups, [name for name in SYSTEMS if name != RESIDENT]):
-            rows += bench.rows({name: bench.contender(name) for name in group}, bench.repeats)
+            contenders, refused = bench.contenders(group)
+            rows += [*refused, *bench.rows(contenders, bench.repeats)]
         if budget == "high":
             rows += [row | {"by": "part"} for row in bench.rows(bench.parts(), 1)]
             rows += [row | {"by": "precision"} for row in bench.rows(bench.spoilt(), 1)]
@@ -96,6 +99,11 @@ def system_rows(model: str, digest: str, seed: int) -> jobs.Rows:
 def named(model: str) -> dict[str, str]:
     """The columns that say which model a row is about."""
     return {"model": shown_name(model), "family": routing.family(model), "original": priced_as(model).name}
+
+
+def refused_row(name: str, budget: str, error: UserError) -> dict:
+    """A system that was not run, and why."""
+    return {"by": REFUSED, "item": name, "budget": budget, "title": str(error)}
 
 
 def _prompts(weights: Weights, seed: int) -> dict[str, Tensor]:
@@ -135,6 +143,16 @@ class Bench:
     @property
     def repeats(self) -> int:
         return LARGE_REPEATS if routing.family(self.model) in NEW_TOKENS else REPEATS
+
+    def contenders(self, names: Sequence[str]) -> tuple[dict[str, Contender], jobs.Rows]:
+        """Those of these systems that this machine holds, and a row for each of the others that says why not."""
+        found, refused = {}, []
+        for name in names:
+            try:
+                found[name] = self.contender(name)
+            except UserError as error:
+                refused.append(refused_row(name, self.budget, error))
+        return found, refused
 
     def contender(self, name: str) -> Contender:
         mode, policy, transport = SYSTEMS[name]

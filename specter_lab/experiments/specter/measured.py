@@ -94,6 +94,15 @@ def precision(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def batches(rows: pd.DataFrame) -> pd.DataFrame:
+    """Many requests at a time: TPOT by both clocks, throughput, and what all of them together need and move."""
+    columns = {"measured_request_tpot_ms": "TPOT, a request's clock, ms", "measured_batch_tpot_ms": "TPOT, the batch's clock, ms",
+               "measured_tokens_per_s": "tokens/s", "measured_end_to_end_tokens_per_s": "tokens/s with prompts", "distinct_per_pass": "distinct per pass, all layers",
+               "hit_rate": "hit rate", "link_mb_per_token": "MB/token"}  # fmt: skip
+    found = rows[rows["by"] == "batch"].astype({"batch": int}).set_index(["model", "item", "batch"])
+    return found[list(columns)].rename(columns=columns)
+
+
 def exact(rows: pd.DataFrame) -> pd.DataFrame:
     """Greedy tokens before the first that differs from plain decoding with all experts resident."""
     found = rows[rows["by"] == "exact"].groupby(["model", "item"])[["equal_tokens", "n_tokens"]].sum().astype(int)
