@@ -19,7 +19,15 @@ from specter_lab.experiments.specter import engine_batch, routing
 from specter_lab.experiments.specter.engine_batch import batch_rows
 from specter_lab.experiments.specter.engine_figure import plot
 from specter_lab.experiments.specter.engine_machine import DRAFT_STEP
-from specter_lab.experiments.specter.engine_runs import ALL_SETS, ONLINE, RESIDENT, SHARED, exact_rows, system_rows
+from specter_lab.experiments.specter.engine_runs import (
+    ALL_SETS,
+    BASELINES,
+    ONLINE,
+    RESIDENT,
+    SHARED,
+    exact_rows,
+    system_rows,
+)
 from specter_lab.experiments.specter.engine_tables import CLOSE, limits, medians
 from specter_lab.experiments.specter.peer_llama import LLAMA
 from specter_lab.experiments.specter.peers import ACCELERATE, peer_rows
@@ -113,6 +121,14 @@ def _speedups(rows: pd.DataFrame) -> list[Measured]:
         found.append(
             Measured(f"specter-engine/over-demand-loading@{system}", float(ratio.mean()), n=len(ratio), note=note)
         )
+    best = ms.drop(columns=[name for name in ms if name == RESIDENT or name in BASELINES])
+    for claim, system in (("demand-loading", "lru"), ("paper-mode", "specter")):
+        ratio = ms[system] / best.min(axis=1)
+        who = best.idxmin(axis=1).value_counts()
+        note = f"{len(ratio)} cells, {ratio.min():.2f} to {ratio.max():.2f}; fastest: " + ", ".join(
+            f"{name} in {count}" for name, count in who.items()
+        )
+        found.append(Measured(f"specter-engine/best-over-{claim}", float(ratio.mean()), n=len(ratio), note=note))
     found += _peers(rows)
     worst = (ms[[ONLINE, "specter-fast"]].min(axis=1) / ms["specter"]).groupby(["model", "budget"]).mean()
     found.append(Measured("specter-engine/not-slower-than-paper-mode", float(worst.max()), n=len(worst),

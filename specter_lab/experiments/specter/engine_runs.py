@@ -44,6 +44,7 @@ SYSTEMS = {  # name -> mode, policy, transport
     "specter-shared, residual transport": ("shared", "specter-shared", RESIDUAL), "specter": ("paper", "specter", WHOLE),
     "specmoeoff": ("paper", "specmoeoff", WHOLE), "lru": ("paper", "lru", WHOLE), "lru-s": ("paper", "lru-s", WHOLE),
 }  # fmt: skip
+BASELINES = ("specmoeoff", "lru", "lru-s", "lru-shared")
 PARTS = {  # what is left of paper mode -> its parts; SEE is the engine's kernels, and stays
     "paper mode": frozenset({"SIC", "PIO"}), "without PIO": frozenset({"SIC"}), "without SIC": frozenset({"PIO"}),
     "without PIO, SIC": frozenset(),
