@@ -181,6 +181,12 @@ def position_bias(model: SwitchModel, table: Tensor, queries: int, keys: int, *,
     return table[first + torch.where(distance < exact, distance, far)].permute(2, 0, 1)
 
 
+def aligned(bias: Tensor) -> Tensor:
+    """The same numbers with keys side by side and rows at multiples of 8: else fused attention refuses or copies them."""
+    keys = bias.shape[-1]
+    return F.pad(bias, (0, -keys % 8)).contiguous()[..., :keys]
+
+
 def heads_of(x: Tensor, parts: int, heads: int) -> Tensor:
     """[B, T, parts heads D] -> [parts, B, heads, T, D]."""
     return x.unflatten(-1, (parts, heads, -1)).permute(2, 0, 3, 1, 4)
@@ -217,7 +223,7 @@ def encode(model: SwitchModel, sources: Tensor) -> tuple[Tensor, Tensor]:
     padding = sources == model.pad  # [B, S]
     x = F.embedding(sources.flatten(), model.embedding)  # [B S, H]
     mask = torch.zeros_like(padding, dtype=x.dtype).masked_fill(padding, torch.finfo(x.dtype).min)[:, None, None, :]
-    bias = position_bias(model, model.encoder_bias, sources.shape[1], sources.shape[1], causal=False) + mask
+    bias = aligned(position_bias(model, model.encoder_bias, sources.shape[1], sources.shape[1], causal=False) + mask)
     for layer in model.encoder:
         part = layer.attention
         hidden = rms_norm(x, part.norm, model.eps).view(*sources.shape, -1)

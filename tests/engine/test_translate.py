@@ -5,7 +5,7 @@ import torch
 from transformers import SwitchTransformersForConditionalGeneration
 
 from specter_lab.engine.switch_experts import LoopExperts, SortedExperts, channel_experts
-from specter_lab.engine.switch_model import encode, random_switch, read_switch
+from specter_lab.engine.switch_model import aligned, encode, random_switch, read_switch
 from specter_lab.engine.translate import Options, Session, translate
 from specter_lab.models.switch import SwitchGeometry
 from specter_lab.models.zoo.translation import config
@@ -49,6 +49,13 @@ def test_encoder_states_are_the_classes(model, sources):
     kept = sources != 0
     torch.testing.assert_close(found[kept], expected[kept], atol=2e-5, rtol=2e-5)
     assert ((mask[:, 0, 0] == 0) == kept).all()
+
+
+@pytest.mark.parametrize("keys", [8, 9, 32])
+def test_a_bias_is_laid_out_for_fused_attention(keys):
+    bias = torch.randn(5, keys, 3).permute(2, 0, 1)
+    found = aligned(bias)
+    assert torch.equal(found, bias) and found.stride(-1) == 1 and all(stride % 8 == 0 for stride in found.stride()[:-1])
 
 
 @pytest.mark.parametrize("beam", [1, 2, 3])
@@ -113,3 +120,21 @@ def test_on_a_gpu_a_captured_step_is_the_step(kind, beam):
         Session(made, 12, 7, Options(beam, 16, graph=graph), forced=True)(sources) for graph in (False, True)
     )
     assert torch.equal(eager.tokens, graph.tokens) and torch.equal(eager.experts, graph.experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source_tokens", [7, 32])
+def test_the_encoder_takes_fused_attention(source_tokens):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    geometry = SwitchGeometry(hidden=128, ffn=256, encoder_layers=4, decoder_layers=2, experts=8, vocab=500)
+    made = random_switch(geometry, lambda wi, wo: channel_experts(wi, wo, "16 bit"), dtype=torch.float16, device="cuda")
+    sources = torch.randint(3, 500, (12, source_tokens), device="cuda")
+    sources[3, 5:] = 0
+    with torch.inference_mode():
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # raises where it is refused
+            fused, _ = encode(made, sources)
+        with sdpa_kernel(SDPBackend.MATH):
+            expected, _ = encode(made, sources)
+    kept = sources != 0
+    torch.testing.assert_close(fused[kept], expected[kept], atol=3e-2, rtol=3e-2)
