@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specter_lab.engine.switch_experts import Experts, SortedExperts
+from specter_lab.engine.switch_ops import route
 from specter_lab.models.switch import SwitchGeometry
 
 HEAD_DIM = 64  # of random models
@@ -196,12 +197,6 @@ def attend_(x: Tensor, part: Attention, q: Tensor, k: Tensor, v: Tensor, bias: T
     """Add to x [B T, H] what q [B, heads, T, D] finds in k and v; `bias` is added to the scores, which T5 does not scale."""
     found = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
     x.addmm_(found.transpose(1, 2).reshape(len(x), -1), part.o.t())
-
-
-def route(router: Tensor, hidden: Tensor, finished: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Expert [N] and its probability [N] of tokens [N, H]; finished tokens get the id past the last."""
-    factors, experts = F.linear(hidden.float(), router).softmax(-1).max(-1)
-    return (experts if finished is None else experts.masked_fill(finished, len(router))), factors
 
 
 def feed_forward_(model: SwitchModel, layer: FeedForward, x: Tensor, finished: Tensor | None = None) -> Tensor | None:

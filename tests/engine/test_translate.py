@@ -127,7 +127,7 @@ def test_on_a_gpu_a_captured_step_is_the_step(kind, beam):
 def test_the_encoder_takes_fused_attention(source_tokens):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    geometry = SwitchGeometry(hidden=128, ffn=256, encoder_layers=4, decoder_layers=2, experts=8, vocab=500)
+    geometry = SwitchGeometry(hidden=128, ffn=256, encoder_layers=1, decoder_layers=2, experts=8, vocab=500)
     made = random_switch(geometry, lambda wi, wo: channel_experts(wi, wo, "16 bit"), dtype=torch.float16, device="cuda")
     sources = torch.randint(3, 500, (12, source_tokens), device="cuda")
     sources[3, 5:] = 0
