@@ -46,10 +46,10 @@ class SortedExperts:
     wo: Tensor  # [E, F, H]
 
     def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
-        work = channel_gemm.sort_tokens(experts, len(self.wi))
+        work = channel_gemm.sort_tokens(experts, len(self.wi), max(1, len(x)))
         out = torch.zeros_like(x)
         order = work.order.long()
-        for expert, (start, count) in enumerate(zip(work.start.tolist(), work.count.tolist())):
+        for expert, start, count in zip(work.expert.tolist(), work.start.tolist(), work.count.tolist()):
             if count:
                 rows = order[start : start + count]
                 found = (x[rows] @ self.wi[expert]).relu_() @ self.wo[expert]

@@ -46,33 +46,32 @@ def test_a_width_that_does_not_fit_is_refused():
         gemm.packed_weights(per_channel.quantize(torch.ones(1, 8, 8), 8), gemm.INT4_I2F)
 
 
-def sorting_checks(experts, num_experts):
-    found = gemm.sort_tokens(experts, num_experts)
-    experts = experts.cpu()
-    if found.direct:
-        assert found.expert.tolist() == experts.tolist()
-        return
-    seen = []
-    for expert, start, count in zip(found.expert.tolist(), found.start.tolist(), found.count.tolist()):
-        if count:
-            tokens = found.order[start : start + count].tolist()
-            assert tokens == [t for t, e in enumerate(experts.tolist()) if e == expert]
-            seen += tokens
-    assert sorted(seen) == [t for t, e in enumerate(experts.tolist()) if 0 <= e < num_experts]
+def tiles_of(work):
+    """(expert, tokens) of the tiles in use, which come before all others."""
+    used = int((work.count > 0).sum())
+    assert not work.count[used:].any()
+    slots = zip(*(part[:used].tolist() for part in (work.expert, work.start, work.count)))
+    return [(expert, work.order[start : start + count].tolist()) for expert, start, count in slots]
 
 
+@pytest.mark.parametrize("tile", [8, 16, 500])
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 500])
-def test_tokens_are_sorted_and_finished_ones_left_out(count):
-    sorting_checks(torch.randint(-1, 33, (count,)), 32)
-    sorting_checks(torch.full((count,), 32), 32)
+def test_tokens_are_sorted_cut_into_tiles_and_finished_ones_left_out(count, tile):
+    for experts in (torch.randint(-1, 33, (count,)), torch.full((count,), 32), torch.full((count,), 5)):
+        assert tiles_of(gemm.sort_tokens(experts, 32, tile)) == reference.token_tiles(experts, 32, tile)
 
 
-def test_tiles_hold_every_token_once():
-    work = gemm.sort_tokens(torch.randint(0, 9, (200,)), 8)
-    tiles = reference.token_tiles(work.expert, work.start, work.count, 16)
-    places = [place for _, start, count in tiles for place in range(start, start + count)]
-    assert places == list(range(int(work.count.sum()))) and max(count for *_, count in tiles) <= 16
-    assert len(tiles) <= 8 + 200 // 16  # the grid
+@pytest.mark.parametrize("kind", gemm.KINDS)
+@pytest.mark.parametrize("outputs", [64, 256, 384, 4096])
+def test_tiles_fit_the_layer_and_one_sorting_serves_both(kind, outputs):
+    there, back = (
+        gemm.ChannelWeights(kind, torch.empty(32, size, 0), None, other)
+        for size, other in ((outputs, 128), (128, outputs))
+    )
+    for tokens in (1, 2, 96, 256, 257, 1024, 3072, 10**6):
+        wi, wo = (gemm.tiles_for(weights, tokens) for weights in (there, back))
+        assert wi.tokens == wo.tokens and outputs % wi.outputs == 0 and 128 % wo.outputs == 0
+        assert all(tile.outputs >= 16 * tile.warps > 0 for tile in (wi, wo))
 
 
 def test_the_reference_is_a_switch_layer():
@@ -96,22 +95,25 @@ def test_the_reference_is_a_switch_layer():
 class TestOnAGpu:
     pytestmark = pytest.mark.usefixtures("poisoned")
 
-    @pytest.mark.parametrize("tile", [8, 16, 32])
-    @pytest.mark.parametrize("tokens", [2, 40, 64, 500])
-    def test_tiles_are_the_references(self, tokens, tile):
-        from specter_lab.engine.kernels.token_tiles import most_tiles, token_tiles
+    @pytest.mark.parametrize("tile", [8, 16, 64])
+    @pytest.mark.parametrize(("tokens", "experts"), [(2, 32), (40, 32), (64, 5), (500, 32), (3072, 40)])
+    def test_tiles_are_the_references(self, tokens, experts, tile):
+        from specter_lab.engine.kernels.token_tiles import most_tiles
 
-        for experts in (torch.randint(-1, 33, (tokens,)), torch.full((tokens,), 5), torch.full((tokens,), 32)):
-            work = gemm.sort_tokens(experts.cuda(), 32)
-            found = token_tiles(work.expert, work.start, work.count, tokens, tile)
-            assert all(len(part) == most_tiles(len(work.count), tokens, tile) for part in found)
-            expected = reference.token_tiles(work.expert, work.start, work.count, tile)
-            rows = list(zip(*(part.tolist() for part in found)))
-            assert rows[: len(expected)] == expected and not any(count for *_, count in rows[len(expected) :])
+        for chosen in (
+            torch.randint(-1, experts + 1, (tokens,)),
+            torch.full((tokens,), 3),
+            torch.full((tokens,), experts),
+        ):
+            work = gemm.sort_tokens(chosen.cuda(), experts, tile)
+            assert len(work.count) == most_tiles(experts, tokens, tile)
+            assert tiles_of(work) == reference.token_tiles(chosen, experts, tile)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("kind", gemm.KINDS)
-    @pytest.mark.parametrize(("tokens", "experts"), [(1, 4), (2, 32), (40, 1), (40, 32), (64, 8), (130, 16), (512, 32)])
+    @pytest.mark.parametrize(
+        ("tokens", "experts"), [(1, 4), (2, 32), (40, 1), (40, 32), (64, 8), (130, 16), (512, 32), (600, 6)]
+    )
     def test_it_is_the_reference(self, tokens, experts, kind, dtype):
         wi, wo = normal(experts, 256, 384, scale=0.06, dtype=dtype), normal(experts, 384, 256, scale=0.05, dtype=dtype)
         x, ids, factors = normal(tokens, 256, dtype=dtype), torch.randint(0, experts + 1, (tokens,)), torch.rand(tokens)
@@ -129,6 +131,8 @@ class TestOnAGpu:
             gemm.ChannelTiles(64, 16, 2, 1),
             gemm.ChannelTiles(64, 8, 2, 3),
             gemm.ChannelTiles(128, 32, 8),
+            gemm.ChannelTiles(256, 8, 4),
+            gemm.ChannelTiles(128, 64, 8, 1),
         ],
     )
     def test_tiles_change_nothing(self, tiles):
@@ -145,7 +149,7 @@ class TestOnAGpu:
         codes = torch.arange(128 * 64, dtype=torch.int32).view(1, 128, 64) * 7 % 2**bits - 2 ** (bits - 1)
         coded = per_channel.ChannelCodes(codes.to(torch.int8), torch.ones(1, 1, 64).half(), bits)
         x = torch.eye(128, dtype=dtype, device="cuda")
-        found = gemm.linear(x, gemm.packed_weights(coded, kind).to("cuda"), gemm.sort_tokens(torch.zeros(128, dtype=torch.int64, device="cuda"), 1),
+        found = gemm.linear(x, gemm.packed_weights(coded, kind).to("cuda"), gemm.sort_tokens(torch.zeros(128, dtype=torch.int64, device="cuda"), 1, 16),
                             torch.empty(128, 64, dtype=torch.float32, device="cuda"), gather=True)  # fmt: skip
         assert torch.equal(found.cpu(), codes[0].float())
 
