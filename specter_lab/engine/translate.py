@@ -26,7 +26,7 @@ from specter_lab.engine.switch_model import (
     position_bias,
     rms_norm,
 )
-from specter_lab.engine.switch_ops import cross_attend, likeliest, self_attend
+from specter_lab.engine.switch_ops import cross_attend, likeliest, logits_of, self_attend
 
 _NEVER = -1e9  # score of what must not be chosen
 _CHECK_EVERY = 4  # steps between questions to a GPU whether all sentences are finished
@@ -171,7 +171,7 @@ def _decoder_step(state: Session) -> Tensor:
         used += [] if experts is None else [experts]
     state.experts.index_copy_(0, state.position, torch.stack(used)[None])
     hidden = rms_norm(x, model.decoder_norm, model.eps) * x.shape[-1] ** -0.5
-    return F.linear(hidden, model.embedding)
+    return logits_of(hidden, model.embedding)
 
 
 def _greedy(state: Session, logits: Tensor) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -140,7 +141,7 @@ def rows_of(shape: str, dtype: str, copy: float, *, tokens: Iterable[int] = TOKE
                 for cache in caches:
                     part = bank if cache == "cold" else bank[:1] * 8
                     for tiles in tunings if kind != TORCH else (None,):
-                        if tiles and outputs % tiles.outputs:
+                        if tiles and (outputs % tiles.outputs or (tiles.shared and kind != HALF)):
                             continue
                         calls = torch_calls(part, x, count) if kind == TORCH else calls_of(part, x, count, tiles)
                         times = replay_times_us(calls, _REPEATS)
@@ -158,13 +159,14 @@ def report(row: ChannelRow) -> str:
 
 
 def name_of(tiles: ChannelTiles) -> str:
-    """64x8/2+4: outputs x tokens / warps + tiles ahead."""
-    return f"{tiles.outputs}x{tiles.tokens}/{tiles.warps}+{tiles.ahead}"
+    """64x8/2+4: outputs x tokens / warps + tiles ahead; 128x64/4+3s: by way of shared memory."""
+    return f"{tiles.outputs}x{tiles.tokens}/{tiles.warps}+{tiles.ahead}{'s' * tiles.shared}"
 
 
 def tiles_named(name: str) -> ChannelTiles:
     """The other way round."""
-    return ChannelTiles(*map(int, name.replace("x", " ").replace("/", " ").replace("+", " ").split()))
+    numbers = re.fullmatch(r"(\d+)x(\d+)/(\d+)\+(\d+)(s?)", name).groups()
+    return ChannelTiles(*map(int, numbers[:4]), shared=bool(numbers[4]))
 
 
 FEW = (  # candidates for few tokens an expert
@@ -172,8 +174,8 @@ FEW = (  # candidates for few tokens an expert
     "128x8/4+4", "256x8/4+2", "256x8/8+2",
 )  # fmt: skip
 MANY = (  # and for many
-    "64x32/4+2", "64x64/4+1", "128x32/4+1", "128x32/4+2", "128x32/8+1", "128x64/4+1", "128x64/8+1", "128x128/8+1",
-    "256x64/8+1",
+    "64x32/4+2", "64x64/4+1", "128x32/4+1", "128x32/8+1", "128x64/4+1", "128x64/8+1", "256x64/8+1",
+    "128x64/4+4s", "128x128/4+3s", "128x128/8+3s", "256x64/8+4s", "256x128/8+3s",
 )  # fmt: skip
 _MANY_TOKENS = 16  # an expert
 

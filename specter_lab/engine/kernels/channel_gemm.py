@@ -100,6 +100,7 @@ class ChannelTiles:
     tokens: int  # at least 8
     warps: int
     ahead: int = 2  # tiles of weights that are on their way while as many are multiplied
+    shared: bool = False  # 16 bits only: by way of shared memory (`shared_gemm`), `ahead` stages, 64 tokens at least
 
 
 _FEW = ChannelTiles(64, 8, 4)
@@ -108,7 +109,8 @@ _TILES = {  # tokens an expert up to which they serve, tiles of a layer with mor
     # both of as many tokens, for one sorting serves both. Up to 32 found by `bench_channel --tune` on an H200, weights
     # cold; above, as much of the weights and inputs is read from the L2 as registers allow, not yet measured.
     HALF: ((8, ChannelTiles(64, 16, 2, 4), ChannelTiles(64, 16, 2, 4)), (32, _SOME, _SOME),
-           (math.inf, ChannelTiles(128, 64, 4, 1), ChannelTiles(128, 64, 4, 1))),
+           (64, ChannelTiles(128, 64, 4, 4, True), ChannelTiles(128, 64, 4, 4, True)),
+           (math.inf, ChannelTiles(128, 128, 4, 3, True), ChannelTiles(128, 128, 4, 3, True))),
     INT8_NATIVE: ((8, _FEW, _FEW), (32, _SOME, _SOME), (math.inf, ChannelTiles(128, 64, 8, 1), ChannelTiles(128, 64, 8, 1))),
     INT8_I2F: ((8, _FEW, _FEW), (32, _SOME, _SOME), (math.inf, ChannelTiles(128, 64, 8, 1), ChannelTiles(128, 64, 8, 1))),
     INT4_I2F: ((8, ChannelTiles(256, 8, 4), ChannelTiles(64, 8, 4, 4)), (32, _SOME, _SOME),
@@ -187,7 +189,14 @@ def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out:
     if not sorted_tokens.tokens:
         return out
     tiles = tiles or tiles_for(weights, sorted_tokens.tokens)
-    _check(x, weights, out, tiles)
+    _check(x, weights, sorted_tokens, out, tiles)
+    if tiles.shared:
+        from specter_lab.engine.kernels import shared_gemm
+
+        slots = (sorted_tokens.expert, sorted_tokens.start, sorted_tokens.count)
+        shared_gemm.grouped(x, weights.words.view(x.dtype), slots, sorted_tokens.order, out, tile=sorted_tokens.tile, outputs=tiles.outputs,
+                            warps=tiles.warps, stages=tiles.ahead, gather=gather, factors=factors, relu=relu)  # fmt: skip
+        return out
     parts = 16 // BITS[weights.kind]
     grid = (weights.outputs // tiles.outputs, len(sorted_tokens.expert))
     pdl = overlaps_launches(x.device)
@@ -209,9 +218,13 @@ def _gluon_type(dtype: torch.dtype):
     return {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
 
 
-def _check(x: Tensor, weights: ChannelWeights, out: Tensor, tiles: ChannelTiles) -> None:
+def _check(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out: Tensor, tiles: ChannelTiles) -> None:
     if x.dtype not in (torch.float16, torch.bfloat16) or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"inputs are {x.dtype}: contiguous float16 or bfloat16 is needed, and a contiguous result")
+    if tiles.shared and (weights.kind != HALF or sorted_tokens.direct or sorted_tokens.tile < 64):
+        raise ValueError(
+            f"'{weights.kind}' in tiles of {sorted_tokens.tile} tokens: shared memory is for 16 bits and 64"
+        )
     if x.shape[1] != weights.inputs or out.shape != (x.shape[0], weights.outputs):
         raise ValueError(f"{tuple(x.shape)} times {weights.inputs} x {weights.outputs} into {tuple(out.shape)}: no fit")
     if weights.inputs % _K_STEP or weights.outputs % tiles.outputs:

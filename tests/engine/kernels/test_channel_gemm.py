@@ -141,6 +141,26 @@ class TestOnAGpu:
         plain = gemm.expert_ffn(x, ids, factors, wi, wo)
         assert relative_error(gemm.expert_ffn(x, ids, factors, wi, wo, tiles=tiles), plain.cpu()) < 1e-3
 
+    @pytest.mark.parametrize("tiles", [gemm.ChannelTiles(128, 64, 4, 4, True), gemm.ChannelTiles(64, 128, 8, 3, True)])
+    def test_shared_memory_changes_nothing(self, tiles):
+        wi, wo = (packed(normal(4, 256, 256, scale=0.06), gemm.HALF).to("cuda") for _ in range(2))
+        for tokens in (2, 40, 500):
+            x, ids, factors = (
+                normal(tokens, 256).cuda(),
+                torch.randint(0, 5, (tokens,)).cuda(),
+                torch.rand(tokens).cuda(),
+            )
+            ids[0] = 0
+            plain = gemm.expert_ffn(x, ids, factors, wi, wo, tiles=gemm.ChannelTiles(64, 16, 4))
+            found = gemm.expert_ffn(x, ids, factors, wi, wo, tiles=tiles)
+            assert relative_error(found, plain.cpu()) < TOLERANCE[torch.bfloat16] and not found[ids == 4].any()
+
+    def test_shared_memory_is_for_16_bits(self):
+        weights = packed(normal(4, 256, 256), gemm.INT4_I2F).to("cuda")
+        x, ids, factors = normal(40, 256).cuda(), torch.zeros(40, dtype=torch.int64).cuda(), torch.rand(40).cuda()
+        with pytest.raises(ValueError, match="shared memory"):
+            gemm.expert_ffn(x, ids, factors, weights, weights, tiles=gemm.ChannelTiles(128, 64, 4, 4, True))
+
     @pytest.mark.parametrize("kind", QUANTISED)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_every_code_is_exact(self, kind, dtype):
