@@ -206,7 +206,7 @@ def feed_forward_(model: SwitchModel, layer: FeedForward, x: Tensor, finished: T
         x.addmm_(F.linear(hidden, layer.wi).relu_(), layer.wo.t())
         return None
     experts, factors = route(layer.router, hidden, finished)
-    x.add_(layer.experts(hidden, experts, factors))
+    layer.experts(hidden, experts, factors, x)
     return experts
 
 

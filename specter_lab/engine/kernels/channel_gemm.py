@@ -110,7 +110,7 @@ _TILES = {  # tokens an expert up to which they serve, tiles of a layer with mor
     # cold; above, as much of the weights and inputs is read from the L2 as registers allow, not yet measured.
     HALF: ((8, ChannelTiles(64, 16, 2, 4), ChannelTiles(64, 16, 2, 4)), (32, _SOME, _SOME),
            (64, ChannelTiles(128, 64, 4, 4, True), ChannelTiles(128, 64, 4, 4, True)),
-           (math.inf, ChannelTiles(128, 128, 4, 3, True), ChannelTiles(128, 128, 4, 3, True))),
+           (math.inf, ChannelTiles(128, 128, 8, 3, True), ChannelTiles(128, 128, 8, 3, True))),
     INT8_NATIVE: ((8, _FEW, _FEW), (32, _SOME, _SOME), (math.inf, ChannelTiles(128, 64, 8, 1), ChannelTiles(128, 64, 8, 1))),
     INT8_I2F: ((8, _FEW, _FEW), (32, _SOME, _SOME), (math.inf, ChannelTiles(128, 64, 8, 1), ChannelTiles(128, 64, 8, 1))),
     INT4_I2F: ((8, ChannelTiles(256, 8, 4), ChannelTiles(64, 8, 4, 4)), (32, _SOME, _SOME),
@@ -175,7 +175,7 @@ def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out:
         x: [T, M] float16 or bfloat16 on the GPU, in the order of tokens with `gather`, else sorted.
         weights: of the same type where they have 16 bits.
         sorted_tokens: from `sort_tokens`; its tiles' tokens, a power of two from 8, are the program's.
-        out: [T, N], any float type: in the order of tokens, each row times its factor, with `factors`; else sorted.
+        out: [T, N], any float type, sorted; with `factors` in the order of tokens, and each row times its factor is added.
         factors: [T] the expert scale of each token.
         relu: apply it to the result.
         routed: `sorted_tokens` was complete before the kernel that this one follows was launched, so weights may be read
@@ -231,24 +231,23 @@ def _check(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out:
         raise ValueError(f"weights of {weights.inputs} x {weights.outputs}: inputs must be a multiple of {_K_STEP}, outputs of {tiles.outputs}")  # fmt: skip
 
 
-def expert_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: ChannelWeights, wo: ChannelWeights,
+def expert_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: ChannelWeights, wo: ChannelWeights, out: Tensor,
                *, tiles: ChannelTiles | None = None) -> Tensor:  # fmt: skip
-    """factor * wo(relu(wi x)) of each token's expert.
+    """Add factor * wo(relu(wi x)) of each token's expert to `out`.
 
     Args:
         x: [T, H] float16 or bfloat16 on the GPU.
-        experts: [T] expert of each token; outside 0 .. E-1: the result is zero, nothing is computed or read.
+        experts: [T] expert of each token; outside 0 .. E-1: nothing is added, computed or read.
         factors: [T] router probability of the expert.
         wi: H to F of every expert.
         wo: F to H.
+        out: [T, H], any float type, not `x`; returned.
 
-    Returns:
-        [T, H] of the type of `x`; what lies between the two layers is rounded to it, sums are float32.
+    What lies between the two layers is rounded to the type of `x`, sums are float32.
     """
-    if not len(x):
-        return torch.empty_like(x)
-    tile = (tiles or tiles_for(wi, len(x))).tokens
-    out, sorted_tokens = torch.zeros_like(x), sort_tokens(experts, wi.experts, tile)  # nothing runs between the layers
-    act = torch.empty(x.shape[0], wi.outputs, dtype=x.dtype, device=x.device)  # [T, F], sorted by expert
-    linear(x, wi, sorted_tokens, act, gather=True, relu=True, tiles=tiles)
-    return linear(act, wo, sorted_tokens, out, factors=factors, routed=True, tiles=tiles)
+    if len(x):
+        sorted_tokens = sort_tokens(experts, wi.experts, (tiles or tiles_for(wi, len(x))).tokens)
+        act = torch.empty(x.shape[0], wi.outputs, dtype=x.dtype, device=x.device)  # [T, F], sorted by expert
+        linear(x, wi, sorted_tokens, act, gather=True, relu=True, tiles=tiles)
+        linear(act, wo, sorted_tokens, out, factors=factors, routed=True, tiles=tiles)  # nothing runs between the two
+    return out

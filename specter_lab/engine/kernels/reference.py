@@ -74,7 +74,7 @@ def _mix(x: Tensor, indices: Tensor, weights: Tensor, experts: dict[int, tuple[T
 
 
 def channel_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: Tensor, wo: Tensor) -> Tensor:
-    """Top-1 experts factor * wo(relu(wi x)), row by row; see `channel_gemm.expert_ffn`.
+    """What top-1 experts add, factor * wo(relu(wi x)), row by row; see `channel_gemm.expert_ffn`.
 
     Args:
         x: [T, H] any float type.

@@ -55,7 +55,10 @@ def _gemm(
         target = tl.load(order + target, mask=there, other=0)
         acc *= tl.load(factors + target, mask=there, other=0.0).to(tl.float32)[:, None]
     out_of = out + target.to(tl.int64)[:, None] * outputs + row[None, :]
-    tl.store(out_of, acc.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+    written = there[:, None] & inside[None, :]
+    if SCATTER:
+        acc += tl.load(out_of, mask=written, other=0.0).to(tl.float32)
+    tl.store(out_of, acc.to(out.dtype.element_ty), mask=written)
 
 
 def grouped(

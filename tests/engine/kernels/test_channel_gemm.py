@@ -18,6 +18,10 @@ def packed(weights, kind):
     return gemm.packed_weights(per_channel.quantize(weights, gemm.BITS[kind]), kind)
 
 
+def ffn(x, experts, factors, wi, wo, **options):
+    return gemm.expert_ffn(x, experts, factors, wi, wo, torch.zeros_like(x), **options)
+
+
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_what_is_packed_is_what_was_quantised(kind):
     weights = normal(3, 128, 64, scale=0.05, dtype=torch.float32)
@@ -118,7 +122,7 @@ class TestOnAGpu:
         wi, wo = normal(experts, 256, 384, scale=0.06, dtype=dtype), normal(experts, 384, 256, scale=0.05, dtype=dtype)
         x, ids, factors = normal(tokens, 256, dtype=dtype), torch.randint(0, experts + 1, (tokens,)), torch.rand(tokens)
         parts = [packed(w, kind) for w in (wi, wo)]
-        found = gemm.expert_ffn(x.cuda(), ids.cuda(), factors.cuda(), *(part.to("cuda") for part in parts))
+        found = ffn(x.cuda(), ids.cuda(), factors.cuda(), *(part.to("cuda") for part in parts))
         expected = reference.channel_ffn(x, ids, factors, *(gemm.unpacked(part, dtype) for part in parts))
         assert found.dtype == dtype and not found[ids.cuda() == experts].any()
         if expected.any():
@@ -138,8 +142,8 @@ class TestOnAGpu:
     def test_tiles_change_nothing(self, tiles):
         wi, wo = (packed(normal(8, 256, 256, scale=0.06), gemm.INT4_I2F).to("cuda") for _ in range(2))
         x, ids, factors = normal(40, 256).cuda(), torch.randint(0, 9, (40,)).cuda(), torch.rand(40).cuda()
-        plain = gemm.expert_ffn(x, ids, factors, wi, wo)
-        assert relative_error(gemm.expert_ffn(x, ids, factors, wi, wo, tiles=tiles), plain.cpu()) < 1e-3
+        plain = ffn(x, ids, factors, wi, wo)
+        assert relative_error(ffn(x, ids, factors, wi, wo, tiles=tiles), plain.cpu()) < 1e-3
 
     @pytest.mark.parametrize("tiles", [gemm.ChannelTiles(128, 64, 4, 4, True), gemm.ChannelTiles(64, 128, 8, 3, True)])
     def test_shared_memory_changes_nothing(self, tiles):
@@ -151,15 +155,15 @@ class TestOnAGpu:
                 torch.rand(tokens).cuda(),
             )
             ids[0] = 0
-            plain = gemm.expert_ffn(x, ids, factors, wi, wo, tiles=gemm.ChannelTiles(64, 16, 4))
-            found = gemm.expert_ffn(x, ids, factors, wi, wo, tiles=tiles)
+            plain = ffn(x, ids, factors, wi, wo, tiles=gemm.ChannelTiles(64, 16, 4))
+            found = ffn(x, ids, factors, wi, wo, tiles=tiles)
             assert relative_error(found, plain.cpu()) < TOLERANCE[torch.bfloat16] and not found[ids == 4].any()
 
     def test_shared_memory_is_for_16_bits(self):
         weights = packed(normal(4, 256, 256), gemm.INT4_I2F).to("cuda")
         x, ids, factors = normal(40, 256).cuda(), torch.zeros(40, dtype=torch.int64).cuda(), torch.rand(40).cuda()
         with pytest.raises(ValueError, match="shared memory"):
-            gemm.expert_ffn(x, ids, factors, weights, weights, tiles=gemm.ChannelTiles(128, 64, 4, 4, True))
+            ffn(x, ids, factors, weights, weights, tiles=gemm.ChannelTiles(128, 64, 4, 4, True))
 
     @pytest.mark.parametrize("kind", QUANTISED)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -173,13 +177,23 @@ class TestOnAGpu:
                             torch.empty(128, 64, dtype=torch.float32, device="cuda"), gather=True)  # fmt: skip
         assert torch.equal(found.cpu(), codes[0].float())
 
+    @pytest.mark.parametrize("tokens", [40, 500])
+    def test_it_adds_to_what_is_there(self, tokens):
+        wi, wo = (packed(normal(4, 256, 256, scale=0.06), gemm.HALF).to("cuda") for _ in range(2))
+        x, ids, factors = normal(tokens, 256).cuda(), torch.randint(0, 5, (tokens,)).cuda(), torch.rand(tokens).cuda()
+        residual = normal(tokens, 256, dtype=torch.float32).cuda()
+        found = gemm.expert_ffn(x, ids, factors, wi, wo, residual.clone())
+        alone = gemm.expert_ffn(x, ids, factors, wi, wo, torch.zeros_like(residual))
+        torch.testing.assert_close(found, residual + alone, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found[ids == 4], residual[ids == 4])
+
     def test_a_graph_holds_it(self):
         wi, wo = (packed(normal(8, 256, 256, scale=0.06), gemm.INT8_I2F).to("cuda") for _ in range(2))
         x, ids, factors = normal(40, 256).cuda(), torch.randint(0, 8, (40,)).cuda(), torch.rand(40).cuda()
-        gemm.expert_ffn(x, ids, factors, wi, wo)
+        ffn(x, ids, factors, wi, wo)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = gemm.expert_ffn(x, ids, factors, wi, wo)
+            out = ffn(x, ids, factors, wi, wo)
         ids.copy_(torch.randint(0, 9, (40,)))  # other experts, some tokens finished
         graph.replay()
-        assert torch.equal(out, gemm.expert_ffn(x, ids, factors, wi, wo))
+        assert torch.equal(out, ffn(x, ids, factors, wi, wo))
