@@ -44,8 +44,8 @@ class SortedExperts:
     wo: Tensor  # [E, F, H]
 
     def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, out: Tensor) -> None:
-        work = channel_gemm.sort_tokens(experts, len(self.wi), max(1, len(x)))
-        order = work.order.long()
+        work = channel_gemm.sort_tokens(experts.cpu(), len(self.wi), max(1, len(x)))  # the host asks for it all
+        order = work.order.long().to(x.device)
         for expert, start, count in zip(work.expert.tolist(), work.start.tolist(), work.count.tolist()):
             if count:
                 rows = order[start : start + count]

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specter_lab.engine.switch_experts import Experts, SortedExperts
-from specter_lab.engine.switch_ops import route
+from specter_lab.engine.switch_ops import rms_norm, route
 from specter_lab.models.switch import SwitchGeometry
 
 HEAD_DIM = 64  # of random models
@@ -163,11 +163,6 @@ def random_switch(
     return SwitchModel(
         matrix(geometry.vocab, hidden, inputs=1), encoder, decoder, one(), one(), *bias, heads, 128, 1e-6, 0, 2
     )
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., H] divided by its root mean square (float32), times the weight."""
-    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def position_bias(model: SwitchModel, table: Tensor, queries: int, keys: int, *, causal: bool) -> Tensor:

@@ -1,10 +1,19 @@
-"""What a translator's decoder step is made of beside products, in plain torch; on a GPU each is one kernel."""
+"""What a translator's layers are made of beside products, in plain torch; on a GPU each is one kernel."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows [N, H] divided by their root mean square (float32), times the weight."""
+    if x.is_cuda:
+        from specter_lab.engine.kernels import norm
+
+        return norm.norm(x, weight, None, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def self_attend(qkv: Tensor, cache: Tensor, owner: Tensor, bias: Tensor, position: Tensor) -> Tensor:

@@ -24,9 +24,8 @@ from specter_lab.engine.switch_model import (
     feed_forward_,
     heads_of,
     position_bias,
-    rms_norm,
 )
-from specter_lab.engine.switch_ops import cross_attend, likeliest, logits_of, self_attend
+from specter_lab.engine.switch_ops import cross_attend, likeliest, logits_of, rms_norm, self_attend
 
 _NEVER = -1e9  # score of what must not be chosen
 _CHECK_EVERY = 4  # steps between questions to a GPU whether all sentences are finished

@@ -138,3 +138,15 @@ def test_the_encoder_takes_fused_attention(source_tokens):
             expected, _ = encode(made, sources)
     kept = sources != 0
     torch.testing.assert_close(fused[kept], expected[kept], atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beam", [1, 2, 3])
+def test_translations_on_a_gpu_are_the_cpus(model, sources, beam):
+    there = SwitchTransformersForConditionalGeneration(TINY).eval().cuda()
+    there.load_state_dict(model.state_dict())
+    options = Options(beam, 20, graph=False)
+    found = translate(read_switch(there), sources.cuda(), options)
+    expected = translate(read_switch(model), sources, options)
+    assert torch.equal(found.tokens.cpu(), expected.tokens) and torch.equal(found.experts.cpu(), expected.experts)
+    torch.testing.assert_close(found.scores.cpu(), expected.scores, rtol=1e-4, atol=1e-4)

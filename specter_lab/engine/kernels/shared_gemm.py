@@ -25,8 +25,8 @@ def _gemm(
     SCATTER: tl.constexpr, RELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()  # after the wait: who computes what is known to the next kernel
     tile = tl.program_id(1)
     if GROUPED:
         count = tl.load(count_of + tile)
