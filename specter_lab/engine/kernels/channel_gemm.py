@@ -103,26 +103,26 @@ class ChannelTiles:
     shared: bool = False  # 16 bits only: by way of shared memory (`shared_gemm`), `ahead` stages, 64 tokens at least
 
 
-_FEW = ChannelTiles(64, 8, 4)
+_PROGRAMS = 128  # about the multiprocessors of a GPU: with fewer, wide tiles leave some without work
 _SOME = ChannelTiles(64, 16, 4)
-_TILES = {  # tokens an expert up to which they serve, tiles of a layer with more outputs than inputs, and of the others;
-    # both of as many tokens, for one sorting serves both. Up to 32 found by `bench_channel --tune` on an H200, weights
-    # cold; above, as much of the weights and inputs is read from the L2 as registers allow, not yet measured.
-    HALF: ((8, ChannelTiles(64, 16, 2, 4), ChannelTiles(64, 16, 2, 4)), (32, _SOME, _SOME),
-           (64, ChannelTiles(128, 64, 4, 4, True), ChannelTiles(128, 64, 4, 4, True)),
-           (math.inf, ChannelTiles(128, 128, 8, 3, True), ChannelTiles(128, 128, 8, 3, True))),
-    INT8_NATIVE: ((8, _FEW, _FEW), (32, _SOME, _SOME), (math.inf, ChannelTiles(128, 64, 8, 1), ChannelTiles(128, 64, 8, 1))),
-    INT8_I2F: ((8, _FEW, _FEW), (32, _SOME, _SOME), (math.inf, ChannelTiles(128, 64, 8, 1), ChannelTiles(128, 64, 8, 1))),
-    INT4_I2F: ((8, ChannelTiles(256, 8, 4), ChannelTiles(64, 8, 4, 4)), (32, _SOME, _SOME),
-               (math.inf, ChannelTiles(128, 32, 4, 1), ChannelTiles(128, 32, 4, 1))),
+_CODES = ((32, _SOME), (math.inf, ChannelTiles(128, 32, 4, 1)))
+_TILES = {  # tokens an expert up to which they serve, tiles; where there are two, of a layer with more outputs than inputs
+    # and of the others, both of as many tokens, for one sorting serves both. Up to 32 found by `bench_channel --tune` on
+    # an H200, weights cold; above, as little as registers allow is read from the L2, not yet measured.
+    HALF: ((8, ChannelTiles(64, 16, 2, 4)), (32, _SOME), (64, ChannelTiles(128, 64, 4, 4, True)),
+           (math.inf, ChannelTiles(128, 128, 8, 3, True))),
+    INT8_NATIVE: ((8, ChannelTiles(64, 8, 4)), *_CODES),
+    INT8_I2F: ((8, ChannelTiles(64, 8, 4)), *_CODES),
+    INT4_I2F: ((8, ChannelTiles(256, 8, 4), ChannelTiles(32, 8, 2, 4)), *_CODES),
 }  # fmt: skip
 
 
 def tiles_for(weights: ChannelWeights, tokens: int) -> ChannelTiles:
     """The default: few tokens an expert leave most of a wide tile empty, many read the weights again for every tile."""
-    share = tokens / min(tokens, weights.experts)
-    widens, narrows = next(tiles for most, *tiles in _TILES[weights.kind] if share <= most)
-    tiles = widens if weights.outputs > weights.inputs else narrows
+    used = min(tokens, weights.experts)
+    widens, *narrows = next(tiles for most, *tiles in _TILES[weights.kind] if tokens / used <= most)
+    busy = used * weights.outputs // widens.outputs >= _PROGRAMS
+    tiles = widens if not narrows or (busy and weights.outputs > weights.inputs) else narrows[0]
     outputs = math.gcd(tiles.outputs, weights.outputs)  # as wide as the layer allows
     return replace(tiles, outputs=outputs, warps=max(1, tiles.warps * outputs // tiles.outputs))
 

@@ -50,6 +50,15 @@ def test_a_width_that_does_not_fit_is_refused():
         gemm.packed_weights(per_channel.quantize(torch.ones(1, 8, 8), 8), gemm.INT4_I2F)
 
 
+def test_wide_tiles_are_for_layers_that_widen_and_give_every_multiprocessor_work():
+    there, back = (
+        gemm.ChannelWeights(gemm.INT4_I2F, torch.empty(32, size, 0), None, other)
+        for size, other in ((4096, 1024), (1024, 4096))
+    )
+    assert gemm.tiles_for(there, 128).outputs > gemm.tiles_for(back, 128).outputs
+    assert 4096 // gemm.tiles_for(there, 1).outputs >= 128
+
+
 def tiles_of(work):
     """(expert, tokens) of the tiles in use, which come before all others."""
     used = int((work.count > 0).sum())
