@@ -28,7 +28,6 @@ from specter_lab.engine.switch_model import (
 from specter_lab.engine.switch_ops import cross_attend, likeliest, logits_of, rms_norm, self_attend
 
 _NEVER = -1e9  # score of what must not be chosen
-_CHECK_EVERY = 4  # steps between questions to a GPU whether all sentences are finished
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,10 @@ class Session:
         with torch.inference_mode():
             self._allocate(batch, source_tokens)
         self._on_gpu = model.device.type == "cuda"
+        self._answer = torch.zeros(
+            (), dtype=torch.bool, pin_memory=self._on_gpu
+        )  # to the question that `_asked` follows
+        self._asked = torch.cuda.Event() if self._on_gpu else None
         self._begin: Callable[[], object] = self.begin
         self._step: Callable[[], object] = self.step
         if self._on_gpu and options.graph:
@@ -125,6 +128,16 @@ class Session:
             self.finished.logical_or_(self.position + 1 >= self.lengths)
         self.position.add_(1)
 
+    def _all_finished(self) -> bool:
+        """Whether all sentences are; on a GPU, whether they were before the step that is under way, so none waits for it."""
+        if not self._on_gpu:
+            return bool(self.finished.all())
+        self._asked.synchronize()
+        before = bool(self._answer)
+        self._answer.copy_(self.finished.all(), non_blocking=True)
+        self._asked.record()
+        return before
+
     @torch.inference_mode()
     def __call__(self, sources: Tensor, lengths: Tensor | None = None) -> Translation:
         """Translate sources [B, S], padded on the right; `lengths` [B] where they are forced."""
@@ -132,12 +145,14 @@ class Session:
         if lengths is not None:
             self.lengths.copy_(lengths)
         self._begin()
-        steps = 0
-        while steps < self.options.max_tokens:
+        if self._on_gpu:
+            self._asked.synchronize()
+            self._answer.fill_(False)
+        steps, finished = 0, False
+        while steps < self.options.max_tokens and not finished:
             self._step()
             steps += 1
-            if steps % (_CHECK_EVERY if self._on_gpu else 1) == 0 and bool(self.finished.all()):
-                break
+            finished = self._all_finished()
         tokens, scores = self.tokens, self.scores
         if self.options.beam > 1:
             _keep_unfinished(self)
