@@ -7,11 +7,13 @@ from the tied embedding scaled by d^-0.5. Routers work in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from specter_lab.engine.switch_experts import Experts, SortedExperts
@@ -19,6 +21,7 @@ from specter_lab.engine.switch_ops import rms_norm, route
 from specter_lab.models.switch import SwitchGeometry
 
 HEAD_DIM = 64  # of random models
+_FUSED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: it makes a plan for every new shape of a batch
 MakeExperts = Callable[[Tensor, Tensor], Experts]  # (wi [E, H, F], wo [E, F, H])
 
 
@@ -214,9 +217,10 @@ def encode(model: SwitchModel, sources: Tensor) -> tuple[Tensor, Tensor]:
     x = F.embedding(sources.flatten(), model.embedding)  # [B S, H]
     mask = torch.zeros_like(padding, dtype=x.dtype).masked_fill(padding, torch.finfo(x.dtype).min)[:, None, None, :]
     bias = aligned(position_bias(model, model.encoder_bias, sources.shape[1], sources.shape[1], causal=False) + mask)
-    for layer in model.encoder:
-        part = layer.attention
-        hidden = rms_norm(x, part.norm, model.eps).view(*sources.shape, -1)
-        attend_(x, part, *heads_of(F.linear(hidden, part.qkv), 3, model.heads), bias)
-        feed_forward_(model, layer.feed_forward, x, padding.flatten())
+    with sdpa_kernel(_FUSED) if x.is_cuda else nullcontext():
+        for layer in model.encoder:
+            part = layer.attention
+            hidden = rms_norm(x, part.norm, model.eps).view(*sources.shape, -1)
+            attend_(x, part, *heads_of(F.linear(hidden, part.qkv), 3, model.heads), bias)
+            feed_forward_(model, layer.feed_forward, x, padding.flatten())
     return rms_norm(x, model.encoder_norm, model.eps).view(*sources.shape, -1), mask

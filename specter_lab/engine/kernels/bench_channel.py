@@ -164,9 +164,16 @@ def name_of(tiles: ChannelTiles) -> str:
 
 
 def tiles_named(name: str) -> ChannelTiles:
-    """The other way round."""
-    numbers = re.fullmatch(r"(\d+)x(\d+)/(\d+)\+(\d+)(s?)", name).groups()
-    return ChannelTiles(*map(int, numbers[:4]), shared=bool(numbers[4]))
+    """The other way round.
+
+    Raises:
+        ValueError: another form.
+    """
+    found = re.fullmatch(r"(\d+)x(\d+)/(\d+)\+(\d+)(s?)", name)
+    if not found:
+        raise ValueError(f"'{name}' is not of the form 64x8/2+4")
+    *numbers, shared = found.groups()
+    return ChannelTiles(*map(int, numbers), shared=bool(shared))
 
 
 FEW = (  # candidates for few tokens an expert
