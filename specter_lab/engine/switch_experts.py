@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from specter_lab.compress import per_channel
 from specter_lab.engine.kernels import channel_gemm
 from specter_lab.engine.kernels.channel_gemm import ChannelWeights
 
-# (x [T, H], experts [T], factors [T]) -> factor * wo(relu(wi x)) [T, H], zero where the id is past the last expert
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (x [T, H], experts [T], factors [T], out [T, H]): adds factor * wo(relu(wi x)) to `out`, nothing where the id is past
+# the last expert
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,12 @@ class LoopExperts:
     wi: Tensor  # [E, H, F]
     wo: Tensor  # [E, F, H]
 
-    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, out: Tensor) -> None:
         for expert in range(len(self.wi)):
             rows = (experts == expert).nonzero().flatten()  # waits for the device
             if len(rows):
                 found = (x[rows] @ self.wi[expert]).relu_() @ self.wo[expert]
-                out.index_copy_(0, rows, found * factors[rows, None].to(found.dtype))
-        return out
+                out.index_add_(0, rows, found * factors[rows, None].to(found.dtype))
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,14 @@ class SortedExperts:
     wi: Tensor  # [E, H, F]
     wo: Tensor  # [E, F, H]
 
-    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
-        work = channel_gemm.sort_tokens(experts, len(self.wi))
-        out = torch.zeros_like(x)
-        order = work.order.long()
-        for expert, (start, count) in enumerate(zip(work.start.tolist(), work.count.tolist())):
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, out: Tensor) -> None:
+        work = channel_gemm.sort_tokens(experts.cpu(), len(self.wi), max(1, len(x)))  # the host asks for it all
+        order = work.order.long().to(x.device)
+        for expert, start, count in zip(work.expert.tolist(), work.start.tolist(), work.count.tolist()):
             if count:
                 rows = order[start : start + count]
                 found = (x[rows] @ self.wi[expert]).relu_() @ self.wo[expert]
-                out.index_copy_(0, rows, found * factors[rows, None].to(found.dtype))
-        return out
+                out.index_add_(0, rows, found * factors[rows, None].to(found.dtype))
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,8 @@ class ChannelExperts:
     wi: ChannelWeights
     wo: ChannelWeights
 
-    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor) -> Tensor:
-        return channel_gemm.expert_ffn(x, experts, factors, self.wi, self.wo)
+    def __call__(self, x: Tensor, experts: Tensor, factors: Tensor, out: Tensor) -> None:
+        channel_gemm.expert_ffn(x, experts, factors, self.wi, self.wo, out)
 
 
 def channel_experts(wi: Tensor, wo: Tensor, kind: str, divisor: str = per_channel.CLIPPING) -> ChannelExperts:

@@ -7,17 +7,21 @@ from the tied embedding scaled by d^-0.5. Routers work in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from specter_lab.engine.switch_experts import Experts, SortedExperts
+from specter_lab.engine.switch_ops import rms_norm, route
 from specter_lab.models.switch import SwitchGeometry
 
 HEAD_DIM = 64  # of random models
+_FUSED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # not cuDNN: it makes a plan for every new shape of a batch
 MakeExperts = Callable[[Tensor, Tensor], Experts]  # (wi [E, H, F], wo [E, F, H])
 
 
@@ -164,11 +168,6 @@ def random_switch(
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., H] divided by its root mean square (float32), times the weight."""
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
 def position_bias(model: SwitchModel, table: Tensor, queries: int, keys: int, *, causal: bool) -> Tensor:
     """[heads, queries, keys] relative position bias; the buckets are T5's (Raffel et al. 2020), as the class has them."""
     distance = torch.arange(keys, device=table.device)[None, :] - torch.arange(queries, device=table.device)[:, None]
@@ -179,6 +178,12 @@ def position_bias(model: SwitchModel, table: Tensor, queries: int, keys: int, *,
     scaled = (distance.clamp_min(1).float() / exact).log() / torch.tensor(model.max_distance / exact).log()
     far = (exact + (scaled * (buckets - exact)).long()).clamp_max(buckets - 1)
     return table[first + torch.where(distance < exact, distance, far)].permute(2, 0, 1)
+
+
+def aligned(bias: Tensor) -> Tensor:
+    """The same numbers with keys side by side and rows at multiples of 8: else fused attention refuses or copies them."""
+    keys = bias.shape[-1]
+    return F.pad(bias, (0, -keys % 8)).contiguous()[..., :keys]
 
 
 def heads_of(x: Tensor, parts: int, heads: int) -> Tensor:
@@ -192,12 +197,6 @@ def attend_(x: Tensor, part: Attention, q: Tensor, k: Tensor, v: Tensor, bias: T
     x.addmm_(found.transpose(1, 2).reshape(len(x), -1), part.o.t())
 
 
-def route(router: Tensor, hidden: Tensor, finished: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Expert [N] and its probability [N] of tokens [N, H]; finished tokens get the id past the last."""
-    factors, experts = F.linear(hidden.float(), router).softmax(-1).max(-1)
-    return (experts if finished is None else experts.masked_fill(finished, len(router))), factors
-
-
 def feed_forward_(model: SwitchModel, layer: FeedForward, x: Tensor, finished: Tensor | None = None) -> Tensor | None:
     """Add to x [N, H] the layer's result; the experts [N] that a sparse one used."""
     hidden = rms_norm(x, layer.norm, model.eps)
@@ -205,7 +204,7 @@ def feed_forward_(model: SwitchModel, layer: FeedForward, x: Tensor, finished: T
         x.addmm_(F.linear(hidden, layer.wi).relu_(), layer.wo.t())
         return None
     experts, factors = route(layer.router, hidden, finished)
-    x.add_(layer.experts(hidden, experts, factors))
+    layer.experts(hidden, experts, factors, x)
     return experts
 
 
@@ -217,10 +216,11 @@ def encode(model: SwitchModel, sources: Tensor) -> tuple[Tensor, Tensor]:
     padding = sources == model.pad  # [B, S]
     x = F.embedding(sources.flatten(), model.embedding)  # [B S, H]
     mask = torch.zeros_like(padding, dtype=x.dtype).masked_fill(padding, torch.finfo(x.dtype).min)[:, None, None, :]
-    bias = position_bias(model, model.encoder_bias, sources.shape[1], sources.shape[1], causal=False) + mask
-    for layer in model.encoder:
-        part = layer.attention
-        hidden = rms_norm(x, part.norm, model.eps).view(*sources.shape, -1)
-        attend_(x, part, *heads_of(F.linear(hidden, part.qkv), 3, model.heads), bias)
-        feed_forward_(model, layer.feed_forward, x, padding.flatten())
+    bias = aligned(position_bias(model, model.encoder_bias, sources.shape[1], sources.shape[1], causal=False) + mask)
+    with sdpa_kernel(_FUSED) if x.is_cuda else nullcontext():
+        for layer in model.encoder:
+            part = layer.attention
+            hidden = rms_norm(x, part.norm, model.eps).view(*sources.shape, -1)
+            attend_(x, part, *heads_of(F.linear(hidden, part.qkv), 3, model.heads), bias)
+            feed_forward_(model, layer.feed_forward, x, padding.flatten())
     return rms_norm(x, model.encoder_norm, model.eps).view(*sources.shape, -1), mask

@@ -20,16 +20,14 @@ from torch import Tensor
 from specter_lab.engine.graphs import captured
 from specter_lab.engine.switch_model import (
     SwitchModel,
-    attend_,
     encode,
     feed_forward_,
     heads_of,
     position_bias,
-    rms_norm,
 )
+from specter_lab.engine.switch_ops import cross_attend, likeliest, logits_of, rms_norm, self_attend
 
 _NEVER = -1e9  # score of what must not be chosen
-_CHECK_EVERY = 4  # steps between questions to a GPU whether all sentences are finished
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,10 @@ class Session:
         with torch.inference_mode():
             self._allocate(batch, source_tokens)
         self._on_gpu = model.device.type == "cuda"
+        self._answer = torch.zeros(
+            (), dtype=torch.bool, pin_memory=self._on_gpu
+        )  # to the question that `_asked` follows
+        self._asked = torch.cuda.Event() if self._on_gpu else None
         self._begin: Callable[[], object] = self.begin
         self._step: Callable[[], object] = self.step
         if self._on_gpu and options.graph:
@@ -89,7 +91,7 @@ class Session:
         self.cross_mask = torch.zeros(batch, 1, 1, source_tokens, dtype=dtype, device=device)
         later = torch.ones(steps, steps, dtype=torch.bool, device=device).triu(1)
         bias = position_bias(model, model.decoder_bias, steps, steps, causal=True)
-        self.bias = bias.masked_fill(later, torch.finfo(dtype).min)  # [heads, steps, steps]
+        self.bias = bias.masked_fill(later, torch.finfo(dtype).min).contiguous()  # [heads, steps, steps]
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.last = torch.full((rows,), model.pad, device=device)  # the token each row reads next
         self.tokens = torch.full((batch, beam, steps), model.pad, device=device)
@@ -126,6 +128,16 @@ class Session:
             self.finished.logical_or_(self.position + 1 >= self.lengths)
         self.position.add_(1)
 
+    def _all_finished(self) -> bool:
+        """Whether all sentences are; on a GPU, whether they were before the step that is under way, so none waits for it."""
+        if not self._on_gpu:
+            return bool(self.finished.all())
+        self._asked.synchronize()
+        before = bool(self._answer)
+        self._answer.copy_(self.finished.all(), non_blocking=True)
+        self._asked.record()
+        return before
+
     @torch.inference_mode()
     def __call__(self, sources: Tensor, lengths: Tensor | None = None) -> Translation:
         """Translate sources [B, S], padded on the right; `lengths` [B] where they are forced."""
@@ -133,12 +145,14 @@ class Session:
         if lengths is not None:
             self.lengths.copy_(lengths)
         self._begin()
-        steps = 0
-        while steps < self.options.max_tokens:
+        if self._on_gpu:
+            self._asked.synchronize()
+            self._answer.fill_(False)
+        steps, finished = 0, False
+        while steps < self.options.max_tokens and not finished:
             self._step()
             steps += 1
-            if steps % (_CHECK_EVERY if self._on_gpu else 1) == 0 and bool(self.finished.all()):
-                break
+            finished = self._all_finished()
         tokens, scores = self.tokens, self.scores
         if self.options.beam > 1:
             _keep_unfinished(self)
@@ -156,48 +170,29 @@ def _decoder_step(state: Session) -> Tensor:
     model, beam = state.model, state.options.beam
     x = F.embedding(state.last, model.embedding)  # [R, H]
     finished = state.finished[:, None].expand(-1, beam).flatten() if state.options.prune else None
-    bias = _past(state)
+    if beam > 1:  # each beam writes into its own cache
+        slots = torch.arange(beam, device=x.device).expand(len(state.owner), -1)[..., None]
+        state.owner.index_copy_(2, state.position, slots)
     used = []
     for layer, self_kv, cross_kv in zip(model.decoder, state.self_kv, state.cross_kv):
         part = layer.attention
-        hidden = rms_norm(x, part.norm, model.eps).unflatten(0, (-1, beam))  # [B, beam, H]
-        q, *kv = heads_of(F.linear(hidden, part.qkv), 3, model.heads)
-        for cache, new in zip(self_kv, kv):  # [B, heads, beam, steps, D]
-            cache.index_copy_(3, state.position, new[..., None, :])
-        attend_(x, part, q, *self_kv.flatten(3, 4), bias)
+        qkv = F.linear(rms_norm(x, part.norm, model.eps), part.qkv)
+        x.addmm_(self_attend(qkv, self_kv, state.owner, state.bias, state.position), part.o.t())
         part = layer.cross
-        hidden = rms_norm(x, part.norm, model.eps).unflatten(0, (-1, beam))  # a sentence's beams share its states
-        (q,) = heads_of(F.linear(hidden, part.q), 1, model.heads)
-        attend_(x, part, q, *cross_kv, state.cross_mask)
+        q = F.linear(rms_norm(x, part.norm, model.eps), part.q)
+        x.addmm_(cross_attend(q, cross_kv, state.cross_mask), part.o.t())
         experts = feed_forward_(model, layer.feed_forward, x, finished)
         used += [] if experts is None else [experts]
     state.experts.index_copy_(0, state.position, torch.stack(used)[None])
     hidden = rms_norm(x, model.decoder_norm, model.eps) * x.shape[-1] ** -0.5
-    return F.linear(hidden, model.embedding)
-
-
-def _past(state: Session) -> Tensor:
-    """Bias and mask of self-attention: over a row's own past, or over all beams' caches of its sentence.
-
-    A beam that goes on from another one reads that one's cache, so no cache is ever copied: `owner` [B, beam, steps] says
-    which beam wrote each token of a beam's past. Returns [heads, 1, steps], or [B, heads, beam, beam steps].
-    """
-    bias = state.bias.index_select(1, state.position)  # [heads, 1, steps]
-    beam = state.options.beam
-    if beam == 1:
-        return bias
-    slots = torch.arange(beam, device=bias.device)
-    state.owner.index_copy_(2, state.position, slots.expand(len(state.owner), -1)[..., None])
-    mine = state.owner[:, :, None, :] == slots[:, None]  # [B, beam, beam, steps]: of whom, at which step
-    mask = torch.zeros_like(mine, dtype=bias.dtype).masked_fill(~mine, torch.finfo(bias.dtype).min)
-    return (bias[:, :, None, :] + mask[:, None]).flatten(-2)
+    return logits_of(hidden, model.embedding)
 
 
 def _greedy(state: Session, logits: Tensor) -> None:
     model = state.model
-    best, token = logits.float().log_softmax(-1).max(-1)  # [B]
+    token, top, log_sum = likeliest(logits)  # [B]
     token = token.masked_fill(state.finished, model.pad)
-    state.scores[:, 0] += best.masked_fill(state.finished, 0.0)
+    state.scores[:, 0] += (top - log_sum).masked_fill(state.finished, 0.0)
     state.tokens[:, 0].index_copy_(1, state.position, token[:, None])
     state.last.copy_(token)
     if not state.forced:
@@ -207,10 +202,11 @@ def _greedy(state: Session, logits: Tensor) -> None:
 def _beam(state: Session, logits: Tensor) -> None:
     """One step of beam search with length-normalised scores; ends as transformers' does (early_stopping=False)."""
     model, (batch, beam), steps = state.model, state.scores.shape, state.options.max_tokens
-    vocab = logits.shape[-1]
-    totals = logits.float().log_softmax(-1).view(batch, beam, vocab) + state.scores[..., None]
-    top, where = totals.flatten(1).topk(2 * beam)  # [B, 2 beam]: enough for `beam` that go on
-    source, token = where // vocab, where % vocab
+    *_, log_sum = likeliest(logits)
+    top, token = logits.topk(2 * beam)  # [R, 2 beam]: enough for `beam` that go on, should all be of one source
+    totals = (top - log_sum[:, None]).view(batch, beam, -1) + state.scores[..., None]
+    top, where = totals.flatten(1).topk(2 * beam)  # [B, 2 beam]
+    source, token = where // (2 * beam), token.view(batch, -1).gather(1, where)
     paths = state.tokens.gather(1, source[..., None].expand(-1, -1, steps))  # [B, 2 beam, steps]
     paths.index_copy_(2, state.position, token[..., None])
     ended = token == model.end

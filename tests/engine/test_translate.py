@@ -5,7 +5,7 @@ import torch
 from transformers import SwitchTransformersForConditionalGeneration
 
 from specter_lab.engine.switch_experts import LoopExperts, SortedExperts, channel_experts
-from specter_lab.engine.switch_model import encode, random_switch, read_switch
+from specter_lab.engine.switch_model import aligned, encode, random_switch, read_switch
 from specter_lab.engine.translate import Options, Session, translate
 from specter_lab.models.switch import SwitchGeometry
 from specter_lab.models.zoo.translation import config
@@ -49,6 +49,13 @@ def test_encoder_states_are_the_classes(model, sources):
     kept = sources != 0
     torch.testing.assert_close(found[kept], expected[kept], atol=2e-5, rtol=2e-5)
     assert ((mask[:, 0, 0] == 0) == kept).all()
+
+
+@pytest.mark.parametrize("keys", [8, 9, 32])
+def test_a_bias_is_laid_out_for_fused_attention(keys):
+    bias = torch.randn(5, keys, 3).permute(2, 0, 1)
+    found = aligned(bias)
+    assert torch.equal(found, bias) and found.stride(-1) == 1 and all(stride % 8 == 0 for stride in found.stride()[:-1])
 
 
 @pytest.mark.parametrize("beam", [1, 2, 3])
@@ -113,3 +120,43 @@ def test_on_a_gpu_a_captured_step_is_the_step(kind, beam):
         Session(made, 12, 7, Options(beam, 16, graph=graph), forced=True)(sources) for graph in (False, True)
     )
     assert torch.equal(eager.tokens, graph.tokens) and torch.equal(eager.experts, graph.experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [7, 32])
+def test_memory_efficient_attention_takes_the_bias(keys):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    draw = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(3, 4, keys, 2, 64, device="cuda", dtype=torch.float16, generator=draw).transpose(2, 3)
+    bias = torch.randn(keys, keys, 2, device="cuda", dtype=torch.float16, generator=draw).permute(2, 0, 1)
+    bias = aligned(bias + torch.zeros(4, 1, 1, keys, device="cuda", dtype=torch.float16))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # raises where it is refused
+        found = torch.nn.functional.scaled_dot_product_attention(*qkv, attn_mask=bias, scale=1.0)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.nn.functional.scaled_dot_product_attention(*qkv, attn_mask=bias, scale=1.0)
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beam", [1, 2, 3])
+def test_translations_on_a_gpu_are_the_cpus(model, sources, beam):
+    there = SwitchTransformersForConditionalGeneration(TINY).eval().cuda()
+    there.load_state_dict(model.state_dict())
+    options = Options(beam, 20, graph=False)
+    found = translate(read_switch(there), sources.cuda(), options)
+    expected = translate(read_switch(model), sources, options)
+    assert torch.equal(found.tokens.cpu(), expected.tokens) and torch.equal(found.experts.cpu(), expected.experts)
+    torch.testing.assert_close(found.scores.cpu(), expected.scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_gpu_ends_a_step_after_the_last_sentence(graph):
+    geometry = SwitchGeometry(hidden=128, ffn=256, encoder_layers=2, decoder_layers=2, experts=8, vocab=500)
+    made = random_switch(geometry, lambda wi, wo: channel_experts(wi, wo, "16 bit"), dtype=torch.float16, device="cuda")
+    sources = torch.randint(3, 500, (5, 7), device="cuda")
+    session = Session(made, 5, 7, Options(max_tokens=16, graph=graph), forced=True)
+    for longest in (7, 1, 16):
+        lengths = torch.tensor([1, 1, longest, 1, 1], device="cuda")
+        assert session(sources, lengths).steps == min(16, longest + 1)

@@ -1,21 +1,24 @@
 """Times of the per-channel grouped GEMM beside the least the memory allows.
 
-    python -m specter_lab.engine.kernels.bench_channel [--tokens 40 128 512] [--active 1 4 ...] [--tune] [--json FILE]
+    python -m specter_lab.engine.kernels.bench_channel [--tokens 40 128 512] [--active 1 4 ...] [--tune [TILES ...]] [--json FILE]
 
 A row is one fully-connected layer: T tokens spread evenly over the active experts. Cold: the calls of one graph go
 through copies of the weights that are several times the L2. Warm: one copy, again and again; it fits the L2 or not.
 Every call's routing is known, so its first weights are on their way while the call before ends, as between the two layers
 of an expert; torch's product does not do that.
-The floor is the active experts' bytes over the measured bandwidth of a copy. `--tune` tries other tiles.
+The floor is the active experts' bytes over the measured bandwidth of a copy. `--tune` tries other tiles beside the default:
+those named, as 64x8/2+4 for 64 outputs, 8 tokens, 2 warps, 4 tiles ahead, or those of FEW and MANY.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +36,6 @@ from specter_lab.engine.kernels.channel_gemm import (
     SortedTokens,
     linear,
     sort_tokens,
-    tiled,
     tiles_for,
 )
 from specter_lab.engine.kernels.timing import copy_gb_s, replay_times_us
@@ -88,22 +90,19 @@ def random_weights(kind: str, inputs: int, outputs: int, dtype: torch.dtype, exp
     return ChannelWeights(kind, words, scales, inputs)
 
 
-def spread(tokens: int, active: int) -> SortedTokens:
+def spread(tokens: int, active: int, tile: int) -> SortedTokens:
     """Tokens dealt out to the active experts, which lie anywhere among all."""
     chosen = torch.randperm(EXPERTS, device="cuda")[:active]
-    return sort_tokens(chosen[torch.arange(tokens, device="cuda") % active], EXPERTS)
+    return sort_tokens(chosen[torch.arange(tokens, device="cuda") % active], EXPERTS, tile)
 
 
 def calls_of(bank: list[ChannelWeights], x: Tensor, active: int, tiles: ChannelTiles | None = None) -> list:
     """One call per copy of the weights, each with a routing of its own."""
     out = torch.empty(len(x), bank[0].outputs, dtype=x.dtype, device="cuda")
-    tiles = tiles or tiles_for(bank[0].kind, len(x), EXPERTS)
-    routes = [spread(len(x), active) for _ in bank]
-    for route in routes:
-        tiled(route, tiles.tokens)  # sorting and cutting into tiles is not what is timed
+    tiles = tiles or tiles_for(bank[0], len(x))
     return [
-        partial(linear, x, weights, route, out, gather=True, routed=True, tiles=tiles)
-        for weights, route in zip(bank, routes)
+        partial(linear, x, weights, spread(len(x), active, tiles.tokens), out, gather=True, routed=True, tiles=tiles)
+        for weights in bank
     ]
 
 
@@ -111,7 +110,7 @@ def torch_calls(bank: list[ChannelWeights], x: Tensor, active: int) -> list:
     """Torch's own grouped product (BF16 only), on tokens already sorted."""
     calls = []
     for weights in bank:
-        routes = spread(len(x), active)
+        routes = spread(len(x), active, len(x))
         ends = torch.bincount(
             torch.repeat_interleave(routes.expert.long(), routes.count.long()), minlength=EXPERTS
         ).cumsum(0)
@@ -121,10 +120,11 @@ def torch_calls(bank: list[ChannelWeights], x: Tensor, active: int) -> list:
 
 
 def rows_of(shape: str, dtype: str, copy: float, *, tokens: Iterable[int] = TOKENS, active: Iterable[int] = ACTIVE,
-            caches: Iterable[str] = ("cold", "warm"), tunings: Iterable[ChannelTiles | None] = (None,)) -> Iterator[ChannelRow]:  # fmt: skip
+            caches: Iterable[str] = ("cold", "warm"), kernels: Iterable[str] = (*KINDS, TORCH),
+            tunings: Iterable[ChannelTiles | None] = (None,)) -> Iterator[ChannelRow]:  # fmt: skip
     """Every kernel on one shape."""
     inputs, outputs = SHAPES[shape]
-    for kind in (*KINDS, TORCH):
+    for kind in kernels:
         if kind == TORCH and dtype != "bf16":
             continue
         stored = HALF if kind == TORCH else kind
@@ -141,10 +141,12 @@ def rows_of(shape: str, dtype: str, copy: float, *, tokens: Iterable[int] = TOKE
                 for cache in caches:
                     part = bank if cache == "cold" else bank[:1] * 8
                     for tiles in tunings if kind != TORCH else (None,):
+                        if tiles and (outputs % tiles.outputs or (tiles.shared and kind != HALF)):
+                            continue
                         calls = torch_calls(part, x, count) if kind == TORCH else calls_of(part, x, count, tiles)
                         times = replay_times_us(calls, _REPEATS)
                         low, time, high = np.quantile(times, (0.05, 0.5, 0.95)).tolist()
-                        shown = "" if tiles is None else f"{tiles.outputs}x{tiles.tokens}/{tiles.warps}+{tiles.ahead}"
+                        shown = "" if tiles is None else name_of(tiles)
                         yield ChannelRow(shape, inputs, outputs, dtype, kind, number, count, cache, time, low, high,
                                          read / copy / 1e3, read / 1e6, copy, shown)  # fmt: skip
             del bank
@@ -152,16 +154,37 @@ def rows_of(shape: str, dtype: str, copy: float, *, tokens: Iterable[int] = TOKE
 
 def report(row: ChannelRow) -> str:
     """One line of the table."""
-    return (f"{row.shape:<26} {row.dtype:<5} {row.kernel:<25} {row.tokens:>4} {row.active:>3} {row.cache:<5} {row.tiles:<10}"
+    return (f"{row.shape:<26} {row.dtype:<5} {row.kernel:<25} {row.tokens:>4} {row.active:>3} {row.cache:<5} {row.tiles:<11}"
             f"{row.read_mb:>9.2f} {row.floor_us:>9.2f} {row.time_us:>9.2f} {row.share:>6.1%}")  # fmt: skip
 
 
-TUNINGS = tuple(
-    ChannelTiles(outputs, tokens, warps, ahead)
-    for outputs, warps in ((32, 2), (64, 2), (64, 4), (128, 4))
-    for tokens in (8, 16)
-    for ahead in (2, 4)
-)
+def name_of(tiles: ChannelTiles) -> str:
+    """64x8/2+4: outputs x tokens / warps + tiles ahead; 128x64/4+3s: by way of shared memory."""
+    return f"{tiles.outputs}x{tiles.tokens}/{tiles.warps}+{tiles.ahead}{'s' * tiles.shared}"
+
+
+def tiles_named(name: str) -> ChannelTiles:
+    """The other way round.
+
+    Raises:
+        ValueError: another form.
+    """
+    found = re.fullmatch(r"(\d+)x(\d+)/(\d+)\+(\d+)(s?)", name)
+    if not found:
+        raise ValueError(f"'{name}' is not of the form 64x8/2+4")
+    *numbers, shared = found.groups()
+    return ChannelTiles(*map(int, numbers), shared=bool(shared))
+
+
+FEW = (  # candidates for few tokens an expert
+    "32x8/2+2", "32x8/2+4", "64x8/2+2", "64x8/2+4", "64x8/4+2", "64x8/4+4", "64x16/2+4", "64x16/4+2", "128x8/2+2",
+    "128x8/4+4", "256x8/4+2", "256x8/8+2",
+)  # fmt: skip
+MANY = (  # and for many
+    "64x32/4+2", "64x64/4+1", "128x32/4+1", "128x32/8+1", "128x64/4+1", "128x64/8+1", "256x64/8+1",
+    "128x64/4+4s", "128x128/4+3s", "128x128/8+3s", "256x64/8+4s", "256x128/8+3s",
+)  # fmt: skip
+_MANY_TOKENS = 16  # an expert
 
 
 def main() -> None:
@@ -171,25 +194,30 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     parser.add_argument("--active", nargs="*", type=int, default=ACTIVE)
     parser.add_argument("--cold", action="store_true", help="no warm rows")
-    parser.add_argument("--tune", action="store_true", help="other tiles as well")
+    parser.add_argument("--kernels", nargs="*", default=(*KINDS, TORCH), choices=(*KINDS, TORCH))
+    parser.add_argument(
+        "--tune", nargs="*", type=tiles_named, help="other tiles as well: these, or those of the module"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers here")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_gb_s()
     print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s")
     print(
-        f"{'shape':<26} {'type':<5} {'kernel':<25} {'T':>4} {'act':>3} {'L2':<5} {'tiles':<10}{'MB':>9} {'floor us':>9} {'us':>9} {'share':>6}"
+        f"{'shape':<26} {'type':<5} {'kernel':<25} {'T':>4} {'act':>3} {'L2':<5} {'tiles':<11}{'MB':>9} {'floor us':>9} {'us':>9} {'share':>6}"
     )
     caches = ("cold",) if arguments.cold else ("cold", "warm")
-    tunings = (None, *TUNINGS) if arguments.tune else (None,)
     rows = []
-    for shape in arguments.shapes:
-        for dtype in arguments.dtypes:
-            for row in rows_of(
-                shape, dtype, copy, tokens=arguments.tokens, active=arguments.active, caches=caches, tunings=tunings
-            ):
-                print(report(row), flush=True)
-                rows.append(asdict(row))
+    for shape, dtype, tokens in product(arguments.shapes, arguments.dtypes, arguments.tokens):
+        tunings = arguments.tune or ()
+        if arguments.tune == []:
+            tunings = map(tiles_named, MANY if tokens / EXPERTS >= _MANY_TOKENS else FEW)
+        for row in rows_of(
+            shape, dtype, copy, tokens=(tokens,), active=arguments.active, caches=caches, kernels=arguments.kernels,
+            tunings=(None, *tunings),
+        ):  # fmt: skip
+            print(report(row), flush=True)
+            rows.append(asdict(row))
     if arguments.json:
         arguments.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
 

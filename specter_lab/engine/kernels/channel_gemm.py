@@ -10,14 +10,15 @@ Weights are FP16 or BF16, int8 with the conversion instruction ("native"), or in
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specter_lab.compress.i2f import offset_of
 from specter_lab.compress.per_channel import ChannelCodes
-from specter_lab.engine.kernels.launch import MAX_TOKENS, overlaps_launches
+from specter_lab.engine.kernels.launch import overlaps_launches
 
 HALF, INT8_NATIVE, INT8_I2F, INT4_I2F = KINDS = ("16 bit", "int8 native", "int8 I2F", "int4 I2F")
 BITS = {HALF: 16, INT8_NATIVE: 8, INT8_I2F: 8, INT4_I2F: 4}
@@ -99,67 +100,70 @@ class ChannelTiles:
     tokens: int  # at least 8
     warps: int
     ahead: int = 2  # tiles of weights that are on their way while as many are multiplied
+    shared: bool = False  # 16 bits only: by way of shared memory (`shared_gemm`), `ahead` stages, 64 tokens at least
 
 
-_FEW_TOKENS = {  # of at most 8 tokens an expert; found by `bench_channel --tune` on an H200, weights cold
-    HALF: ChannelTiles(64, 16, 2, 4), INT8_NATIVE: ChannelTiles(64, 8, 4), INT8_I2F: ChannelTiles(64, 8, 4),
-    INT4_I2F: ChannelTiles(64, 8, 2),
+_PROGRAMS = 128  # about the multiprocessors of a GPU: with fewer, wide tiles leave some without work
+_SOME = ChannelTiles(64, 16, 4)
+_CODES = ((32, _SOME), (math.inf, ChannelTiles(128, 32, 4, 1)))
+_TILES = {  # tokens an expert up to which they serve, tiles; where there are two, of a layer with more outputs than inputs
+    # and of the others, both of as many tokens, for one sorting serves both. Up to 32 found by `bench_channel --tune` on
+    # an H200, weights cold; above, as little as registers allow is read from the L2, not yet measured.
+    HALF: ((8, ChannelTiles(64, 16, 2, 4)), (32, _SOME), (64, ChannelTiles(128, 64, 4, 4, True)),
+           (math.inf, ChannelTiles(128, 128, 8, 3, True))),
+    INT8_NATIVE: ((8, ChannelTiles(64, 8, 4)), *_CODES),
+    INT8_I2F: ((8, ChannelTiles(64, 8, 4)), *_CODES),
+    INT4_I2F: ((8, ChannelTiles(256, 8, 4), ChannelTiles(32, 8, 2, 4)), *_CODES),
 }  # fmt: skip
 
 
-def tiles_for(kind: str, tokens: int, experts: int) -> ChannelTiles:
-    """The default: few tokens an expert leave most of a wide tile empty."""
-    share = tokens / min(tokens, experts)
-    return _FEW_TOKENS[kind] if share <= 8 else ChannelTiles(64, 16 if share <= 32 else 32, 4)
+def tiles_for(weights: ChannelWeights, tokens: int) -> ChannelTiles:
+    """The default: few tokens an expert leave most of a wide tile empty, many read the weights again for every tile."""
+    used = min(tokens, weights.experts)
+    widens, *narrows = next(tiles for most, *tiles in _TILES[weights.kind] if tokens / used <= most)
+    busy = used * weights.outputs // widens.outputs >= _PROGRAMS
+    tiles = widens if not narrows or (busy and weights.outputs > weights.inputs) else narrows[0]
+    outputs = math.gcd(tiles.outputs, weights.outputs)  # as wide as the layer allows
+    return replace(tiles, outputs=outputs, warps=max(1, tiles.warps * outputs // tiles.outputs))
 
 
 @dataclass(frozen=True)
 class SortedTokens:
-    """Who computes what, on the device: slot s is expert `expert[s]` with tokens order[start[s] : start[s] + count[s]]."""
+    """Who computes what, on the device: tile i is expert[i] with tokens order[start[i] : start[i] + count[i]]."""
 
-    expert: Tensor  # [S]
-    start: Tensor  # [S] int32
-    count: Tensor  # [S] int32; 0: not read, not computed
+    expert: Tensor  # [I]
+    start: Tensor  # [I] int32
+    count: Tensor  # [I] int32; 0: not read, not computed
     order: Tensor  # [T] int32
     tokens: int
     num_experts: int
-    direct: bool  # one token: its expert is the only slot, the other tensors are not read
-    tiles: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)  # by tokens of a tile, see `tiled`
+    tile: int  # the largest count
+    direct: bool = False  # one token: its expert is the only tile, the other tensors are not read
 
 
-def sort_tokens(experts: Tensor, num_experts: int) -> SortedTokens:
-    """Sort tokens by expert; on a GPU nothing is read on the host, so a CUDA graph can hold it.
+def sort_tokens(experts: Tensor, num_experts: int, tile: int) -> SortedTokens:
+    """Sort tokens by expert and cut them into tiles; on a GPU nothing is read on the host, so a CUDA graph can hold it.
 
     Args:
-        experts: [T] integers; 0 .. E-1, anything else is not computed (batch pruning uses E).
+        experts: [T] integers, contiguous; 0 .. E-1, anything else is not computed (batch pruning uses E).
         num_experts: E.
+        tile: tokens of a tile at most.
     """
     tokens = len(experts)
+    if experts.is_cuda and tokens == 1:
+        return SortedTokens(experts, experts, experts, experts, tokens, num_experts, tile, direct=True)
     if experts.is_cuda and tokens:
-        from specter_lab.engine.kernels.routes import route
-
-        if tokens <= MAX_TOKENS:  # one small kernel
-            routes = route(experts[:, None].contiguous(), num_experts)
-            return SortedTokens(
-                routes.expert, routes.start, routes.count, routes.order, tokens, num_experts, routes.direct
-            )
-    known = torch.where((experts >= 0) & (experts < num_experts), experts, num_experts)
-    ordered, order = known.to(torch.int32).sort(stable=True)  # a radix sort on a GPU
-    ids = torch.arange(num_experts + 1, dtype=torch.int32, device=experts.device)
-    ends = torch.searchsorted(ordered, ids, out_int32=True)  # [E + 1]
-    return SortedTokens(ids[:-1], ends[:-1], ends[1:] - ends[:-1], order.to(torch.int32), tokens, num_experts, False)
-
-
-def tiled(sorted_tokens: SortedTokens, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Expert, start and count of tiles of at most `tile` tokens; computed once for both layers."""
-    if sorted_tokens.direct:
-        return sorted_tokens.expert, sorted_tokens.start, sorted_tokens.count
-    if tile not in sorted_tokens.tiles:
         from specter_lab.engine.kernels.token_tiles import token_tiles
 
-        slots = (sorted_tokens.expert, sorted_tokens.start, sorted_tokens.count)
-        sorted_tokens.tiles[tile] = token_tiles(*slots, sorted_tokens.tokens, tile)
-    return sorted_tokens.tiles[tile]
+        return SortedTokens(*token_tiles(experts, num_experts, tile), tokens, num_experts, tile)
+    known = (experts >= 0) & (experts < num_experts)
+    order = experts.where(known, num_experts).argsort(stable=True)  # [T]
+    counts = experts[known].bincount(minlength=num_experts)  # [E]
+    tiles = -(-counts // tile)
+    expert = torch.arange(num_experts, device=experts.device).repeat_interleave(tiles)  # [I]
+    done = (torch.arange(len(expert), device=experts.device) - (tiles.cumsum(0) - tiles)[expert]) * tile
+    start, count = (counts.cumsum(0) - counts)[expert] + done, (counts[expert] - done).clamp_max(tile)
+    return SortedTokens(*(part.to(torch.int32) for part in (expert, start, count, order)), tokens, num_experts, tile)
 
 
 def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out: Tensor, *, gather: bool = False,
@@ -170,8 +174,8 @@ def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out:
     Args:
         x: [T, M] float16 or bfloat16 on the GPU, in the order of tokens with `gather`, else sorted.
         weights: of the same type where they have 16 bits.
-        sorted_tokens: from `sort_tokens`.
-        out: [T, N], any float type: in the order of tokens, each row times its factor, with `factors`; else sorted.
+        sorted_tokens: from `sort_tokens`; its tiles' tokens, a power of two from 8, are the program's.
+        out: [T, N], any float type, sorted; with `factors` in the order of tokens, and each row times its factor is added.
         factors: [T] the expert scale of each token.
         relu: apply it to the result.
         routed: `sorted_tokens` was complete before the kernel that this one follows was launched, so weights may be read
@@ -182,20 +186,26 @@ def linear(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out:
     """
     from specter_lab.engine.kernels import channel_kernels
 
-    tiles = tiles or tiles_for(weights.kind, sorted_tokens.tokens, sorted_tokens.num_experts)
-    _check(x, weights, out, tiles)
     if not sorted_tokens.tokens:
         return out
+    tiles = tiles or tiles_for(weights, sorted_tokens.tokens)
+    _check(x, weights, sorted_tokens, out, tiles)
+    if tiles.shared:
+        from specter_lab.engine.kernels import shared_gemm
+
+        slots = (sorted_tokens.expert, sorted_tokens.start, sorted_tokens.count)
+        shared_gemm.grouped(x, weights.words.view(x.dtype), slots, sorted_tokens.order, out, tile=sorted_tokens.tile, outputs=tiles.outputs,
+                            warps=tiles.warps, stages=tiles.ahead, gather=gather, factors=factors, relu=relu)  # fmt: skip
+        return out
     parts = 16 // BITS[weights.kind]
-    expert, start, count = tiled(sorted_tokens, tiles.tokens)
-    grid = (weights.outputs // tiles.outputs, len(expert))
+    grid = (weights.outputs // tiles.outputs, len(sorted_tokens.expert))
     pdl = overlaps_launches(x.device)
     channel_kernels.grouped_gemm[grid](
         x.view({1: torch.int16, 2: torch.int32, 4: torch.int64}[parts]), weights.words,
         x if weights.scales is None else weights.scales, x if factors is None else factors, out,
-        expert, start, count, sorted_tokens.order, sorted_tokens.num_experts,
+        sorted_tokens.expert, sorted_tokens.start, sorted_tokens.count, sorted_tokens.order, sorted_tokens.num_experts,
         KIND=KINDS.index(weights.kind), PARTS=parts, TYPE=_gluon_type(x.dtype), OUTPUTS=weights.outputs,
-        ROW_WORDS=weights.words.shape[2], ROWS=tiles.outputs, TOKENS=tiles.tokens, AHEAD=tiles.ahead,
+        ROW_WORDS=weights.words.shape[2], ROWS=tiles.outputs, TOKENS=sorted_tokens.tile, AHEAD=tiles.ahead,
         DIRECT=sorted_tokens.direct, GATHER=gather, SCATTER=factors is not None, RELU=relu, PDL=pdl, ROUTED=routed,
         num_warps=tiles.warps, launch_pdl=pdl,
     )  # fmt: skip
@@ -208,30 +218,36 @@ def _gluon_type(dtype: torch.dtype):
     return {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
 
 
-def _check(x: Tensor, weights: ChannelWeights, out: Tensor, tiles: ChannelTiles) -> None:
+def _check(x: Tensor, weights: ChannelWeights, sorted_tokens: SortedTokens, out: Tensor, tiles: ChannelTiles) -> None:
     if x.dtype not in (torch.float16, torch.bfloat16) or not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError(f"inputs are {x.dtype}: contiguous float16 or bfloat16 is needed, and a contiguous result")
+    if tiles.shared and (weights.kind != HALF or sorted_tokens.direct or sorted_tokens.tile < 64):
+        raise ValueError(
+            f"'{weights.kind}' in tiles of {sorted_tokens.tile} tokens: shared memory is for 16 bits and 64"
+        )
     if x.shape[1] != weights.inputs or out.shape != (x.shape[0], weights.outputs):
         raise ValueError(f"{tuple(x.shape)} times {weights.inputs} x {weights.outputs} into {tuple(out.shape)}: no fit")
     if weights.inputs % _K_STEP or weights.outputs % tiles.outputs:
         raise ValueError(f"weights of {weights.inputs} x {weights.outputs}: inputs must be a multiple of {_K_STEP}, outputs of {tiles.outputs}")  # fmt: skip
 
 
-def expert_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: ChannelWeights, wo: ChannelWeights,
+def expert_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: ChannelWeights, wo: ChannelWeights, out: Tensor,
                *, tiles: ChannelTiles | None = None) -> Tensor:  # fmt: skip
-    """factor * wo(relu(wi x)) of each token's expert.
+    """Add factor * wo(relu(wi x)) of each token's expert to `out`.
 
     Args:
         x: [T, H] float16 or bfloat16 on the GPU.
-        experts: [T] expert of each token; outside 0 .. E-1: the result is zero, nothing is computed or read.
+        experts: [T] expert of each token; outside 0 .. E-1: nothing is added, computed or read.
         factors: [T] router probability of the expert.
         wi: H to F of every expert.
         wo: F to H.
+        out: [T, H], any float type, not `x`; returned.
 
-    Returns:
-        [T, H] of the type of `x`; what lies between the two layers is rounded to it, sums are float32.
+    What lies between the two layers is rounded to the type of `x`, sums are float32.
     """
-    out, sorted_tokens = torch.zeros_like(x), sort_tokens(experts, wi.experts)  # nothing runs between the two layers
-    act = torch.empty(x.shape[0], wi.outputs, dtype=x.dtype, device=x.device)  # [T, F], sorted by expert
-    linear(x, wi, sorted_tokens, act, gather=True, relu=True, tiles=tiles)
-    return linear(act, wo, sorted_tokens, out, factors=factors, routed=True, tiles=tiles)
+    if len(x):
+        sorted_tokens = sort_tokens(experts, wi.experts, (tiles or tiles_for(wi, len(x))).tokens)
+        act = torch.empty(x.shape[0], wi.outputs, dtype=x.dtype, device=x.device)  # [T, F], sorted by expert
+        linear(x, wi, sorted_tokens, act, gather=True, relu=True, tiles=tiles)
+        linear(act, wo, sorted_tokens, out, factors=factors, routed=True, tiles=tiles)  # nothing runs between the two
+    return out

@@ -171,7 +171,7 @@ def grouped_gemm(
 ):  # fmt: skip
     """[TOKENS, ROWS] of `out` per program: weights of the slot's expert times its tokens' inputs, at most TOKENS of them.
 
-    GATHER reads `x` through `order` (permute), SCATTER writes `out` through it, each row times its factor (unpermute).
+    GATHER reads `x` through `order` (permute), SCATTER adds each row times its factor to `out` through it (unpermute).
     PDL: the program may start while the kernel before it ends; with ROUTED its first weights are on their way by then,
     for who computes what was known before that kernel.
     """
@@ -236,7 +236,8 @@ def grouped_gemm(
         if not DIRECT:
             target = gl.load(order + start + n_out, mask=written, other=0)
         acc *= gl.load(factors + target, mask=written, other=0.0).to(gl.float32)[None, :]
-    gl.store(
-        out + target.to(gl.int64)[None, :] * OUTPUTS + row_out[:, None], acc.to(out.dtype.element_ty),
-        mask=written[None, :] & (row_out >= 0)[:, None],
-    )  # fmt: skip
+    out_of = out + target.to(gl.int64)[None, :] * OUTPUTS + row_out[:, None]
+    mask = written[None, :] & (row_out >= 0)[:, None]
+    if SCATTER:
+        acc += gl.load(out_of, mask=mask, other=0.0).to(gl.float32)
+    gl.store(out_of, acc.to(out.dtype.element_ty), mask=mask)

@@ -74,7 +74,7 @@ def _mix(x: Tensor, indices: Tensor, weights: Tensor, experts: dict[int, tuple[T
 
 
 def channel_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: Tensor, wo: Tensor) -> Tensor:
-    """Top-1 experts factor * wo(relu(wi x)), row by row; see `channel_gemm.expert_ffn`.
+    """What top-1 experts add, factor * wo(relu(wi x)), row by row; see `channel_gemm.expert_ffn`.
 
     Args:
         x: [T, H] any float type.
@@ -94,13 +94,10 @@ def channel_ffn(x: Tensor, experts: Tensor, factors: Tensor, wi: Tensor, wo: Ten
     return out
 
 
-def token_tiles(expert: Tensor, start: Tensor, count: Tensor, tile: int) -> list[tuple[int, int, int]]:
-    """(expert, start, count) of tiles of at most `tile` tokens, slot after slot; see `token_tiles.token_tiles`."""
-    return [
-        (e, s + first, min(tile, c - first))
-        for e, s, c in zip(expert.tolist(), start.tolist(), count.tolist())
-        for first in range(0, c, tile)
-    ]
+def token_tiles(experts: Tensor, num_experts: int, tile: int) -> list[tuple[int, list[int]]]:
+    """Expert and tokens of tiles of at most `tile` tokens, expert after expert; see `channel_gemm.sort_tokens`."""
+    tokens = [[token for token, chosen in enumerate(experts.tolist()) if chosen == e] for e in range(num_experts)]
+    return [(e, mine[first : first + tile]) for e, mine in enumerate(tokens) for first in range(0, len(mine), tile)]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:

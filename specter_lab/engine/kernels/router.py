@@ -1,4 +1,4 @@
-"""From router logits to experts and weights in one launch, one program per token."""
+"""From router logits to experts and weights in one launch, one program per token; or from hidden states, for one expert."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from specter_lab.engine.kernels.launch import overlaps_launches
 
 MAX_EXPERTS = 128
+_PRODUCTS = 16384  # of a step of `top_1`: tokens x experts x inputs
+_FEW_TOKENS = 512  # up to as many, a token has a program of its own
 
 
 @triton.jit
@@ -65,6 +67,65 @@ def _sparsemixer(
         tl.store(indices + token * 2 + place, index.to(tl.int64))
         tl.store(weights + token * 2 + place, 1.0 / mass)  # the best one's own share is exp(0)
         scores = tl.where(expert == index, float("-inf"), scores)
+
+
+@triton.jit
+def _top_1(
+    router, hidden, finished, expert_out, share_out, tokens, num_experts, width, FINISHED: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()  # before the wait: the next kernel asks for its weights meanwhile
+        gdc_wait()
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, EXPERTS)
+    known, good = expert < num_experts, token < tokens
+    products = tl.zeros([TOKENS, EXPERTS, INPUTS], tl.float32)
+    for first in range(0, width, INPUTS):
+        i = first + tl.arange(0, INPUTS)
+        inside = (i < width)[None, :]
+        row = tl.load(router + expert[:, None] * width + i[None, :], mask=known[:, None] & inside, other=0.0)
+        x = tl.load(hidden + token.to(tl.int64)[:, None] * width + i[None, :], mask=good[:, None] & inside, other=0.0)
+        products += x.to(tl.float32)[:, None, :] * row[None, :, :]
+    logits = tl.where(known[None, :], tl.sum(products, axis=2), float("-inf"))  # [T, E]
+    best = tl.max(logits, axis=1)
+    chosen = tl.min(tl.where(logits == best[:, None], expert[None, :], num_experts - 1), axis=1)
+    if FINISHED:
+        chosen = tl.where(tl.load(finished + token, mask=good, other=0) != 0, num_experts, chosen)
+    tl.store(expert_out + token, chosen.to(tl.int64), mask=good)
+    tl.store(share_out + token, 1.0 / tl.sum(tl.exp(logits - best[:, None]), axis=1), mask=good)
+
+
+def top_1(router: Tensor, hidden: Tensor, finished: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The likeliest expert of every token; of equal logits the first expert wins.
+
+    Args:
+        router: [E, H] float32, E at most 128, contiguous.
+        hidden: [T, H] any float type, contiguous; products and sums are float32.
+        finished: [T] bool, contiguous, tokens that get expert E; or None.
+
+    Returns:
+        expert [T] int64 and its softmax probability [T] float32.
+
+    Raises:
+        ValueError: wrong dtype or layout, or too many experts.
+    """
+    if router.dtype != torch.float32 or not all(t is None or t.is_contiguous() for t in (router, hidden, finished)):
+        raise ValueError(f"the router is {router.dtype}: float32 is needed, and contiguous rows of everything")
+    (tokens, width), num_experts, pdl = hidden.shape, len(router), overlaps_launches(hidden.device)
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"{num_experts} experts, the limit is {MAX_EXPERTS}")
+    experts = torch.empty(tokens, dtype=torch.int64, device=hidden.device)
+    shares = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+    each, block = 1 if tokens <= _FEW_TOKENS else 8, _block(num_experts)
+    inputs = min(triton.next_power_of_2(width), _PRODUCTS // (each * block))
+    if tokens:
+        _top_1[(triton.cdiv(tokens, each),)](
+            router, hidden, hidden if finished is None else finished, experts, shares, tokens, num_experts, width,
+            FINISHED=finished is not None, TOKENS=each, EXPERTS=block, INPUTS=inputs, PDL=pdl, num_warps=8,
+            launch_pdl=pdl,
+        )  # fmt: skip
+    return experts, shares
 
 
 def top_k(logits: Tensor, indices: Tensor, weights: Tensor, *, normalized: bool, scale: float) -> None:

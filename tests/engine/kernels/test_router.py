@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specter_lab.engine import switch_ops
 from specter_lab.engine.router import route
 from tests.engine.kernels.inputs import normal
 
@@ -67,3 +68,27 @@ def test_a_row_does_not_depend_on_the_others(experts, shape):
 def test_too_many_experts_are_refused():
     with pytest.raises(ValueError, match="129 experts"):
         run(shape_of(2), normal(2, 129, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("count", "experts", "hidden"), [(0, 4, 32), (1, 1, 8), (7, 6, 100), (96, 32, 1024), (530, 128, 640)]
+)
+def test_the_best_expert_of_hidden_states(count, experts, hidden, dtype):
+    router, x = normal(experts, hidden, scale=hidden**-0.5, dtype=torch.float32), normal(count, hidden, dtype=dtype)
+    logits = x.double() @ router.double().t()
+    best = logits.max(-1, keepdim=True)
+    clear = (logits > best.values - 1e-5).sum(-1) == 1  # rounding decides the others
+    for finished in (None, torch.rand(count) < 0.3):
+        expert, share = switch_ops.route(router.cuda(), x.cuda(), None if finished is None else finished.cuda())
+        expected = best.indices[:, 0] if finished is None else best.indices[:, 0].masked_fill(finished, experts)
+        assert torch.equal(expert.cpu()[clear], expected[clear]) and clear.sum() >= 0.9 * count
+        torch.testing.assert_close(share.cpu().double(), logits.softmax(-1).amax(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_of_equal_experts_wins():
+    router = torch.ones(5, 16, device="cuda")
+    router[0] = 0.0
+    expert, share = switch_ops.route(router, torch.ones(3, 16, device="cuda"), None)
+    assert expert.tolist() == [1, 1, 1]
+    torch.testing.assert_close(share.cpu(), torch.full((3,), 0.25), rtol=1e-5, atol=1e-6)
