@@ -19,7 +19,10 @@ from specter_lab.experiments.context import Context
 from specter_lab.experiments.job import Job, Outcome, Rows, WorkerLost, timed
 from specter_lab.models.load import resolve, weight_bytes
 
-WORKER_BYTES = 2 * 2**30  # one process with torch and a zoo model; on a GPU its context and kernels
+WORKER_BYTES, GPU_WORKER_BYTES = (
+    2 * 2**30,
+    12 * 2**30,
+)  # one process: torch and a zoo model; and on a GPU what it keeps of batches
 COPIES = 8  # of a BF16 checkpoint that a worker may hold: the target in float32, its draft, and what quantising needs
 QUIET = {"TQDM_DISABLE": "1"}  # the bar of the whole run is the one to see
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
@@ -28,11 +31,11 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 def worker_count(context: Context, jobs: Sequence[Job]) -> int:
     """Processes to use: one per core, as far as host memory and, beyond the cpu tier, GPU memory go."""
     models = {job.arguments["model"] for job in jobs if "model" in job.arguments}
-    needed = WORKER_BYTES + COPIES * max((weight_bytes(resolve(model)) for model in models), default=0)
-    free = psutil.virtual_memory().available
+    weights = COPIES * max((weight_bytes(resolve(model)) for model in models), default=0)
+    held = psutil.virtual_memory().available // (WORKER_BYTES + weights)
     if context.tier != "cpu" and torch.cuda.is_available():
-        free = min(free, torch.cuda.mem_get_info()[0])
-    return max(1, min(len(os.sched_getaffinity(0)), free // needed, len(jobs)))
+        held = min(held, torch.cuda.mem_get_info()[0] // (GPU_WORKER_BYTES + weights))
+    return max(1, min(len(os.sched_getaffinity(0)), held, len(jobs)))
 
 
 def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
