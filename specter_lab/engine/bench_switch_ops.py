@@ -69,18 +69,7 @@ def operations(batch: int, beam: int, tokens: int, geometry: SwitchGeometry = EL
     yield "router", [partial(switch_ops.route, router, x, finished) for router in routers], x.nbytes + routers[0].nbytes
     chosen = torch.randint(geometry.experts, (rows,), device=device)
     yield "sorting", [partial(sort_tokens, chosen, geometry.experts, _SORT_TILE) for _ in layers], 2 * chosen.nbytes
-    embeddings = [random(geometry.vocab, hidden) for _ in range(2)]
     logits = random(rows, geometry.vocab)
-    yield (
-        "logits",
-        [partial(switch_ops.logits_of, x, embedding) for embedding in embeddings],
-        embeddings[0].nbytes + logits.nbytes,
-    )
-    yield (
-        "logits, torch",
-        [partial(torch.nn.functional.linear, x, e) for e in embeddings],
-        embeddings[0].nbytes + logits.nbytes,
-    )
     yield "likeliest token", [partial(switch_ops.likeliest, logits) for _ in layers], logits.nbytes
 
 

@@ -71,15 +71,6 @@ def route(router: Tensor, hidden: Tensor, finished: Tensor | None) -> tuple[Tens
     return (experts if finished is None else experts.masked_fill(finished, len(router))), factors
 
 
-def logits_of(hidden: Tensor, embedding: Tensor) -> Tensor:
-    """[R, V] of rows [R, H] and the tied embedding [V, H]."""
-    if hidden.is_cuda and hidden.dtype != torch.float32 and hidden.shape[1] % 64 == 0:
-        from specter_lab.engine.kernels import shared_gemm
-
-        return shared_gemm.linear(hidden, embedding)
-    return F.linear(hidden, embedding)
-
-
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Token [R] of the largest logit of every row [R, V], that logit and the log-sum-exp of the row, float32 both."""
     if logits.is_cuda:

@@ -25,7 +25,7 @@ from specter_lab.engine.switch_model import (
     heads_of,
     position_bias,
 )
-from specter_lab.engine.switch_ops import cross_attend, likeliest, logits_of, rms_norm, self_attend
+from specter_lab.engine.switch_ops import cross_attend, likeliest, rms_norm, self_attend
 
 _NEVER = -1e9  # score of what must not be chosen
 
@@ -169,7 +169,7 @@ def _decoder_step(state: Session) -> Tensor:
     """Logits [B beam, V] after each row's last token."""
     model, beam = state.model, state.options.beam
     x = F.embedding(state.last, model.embedding)  # [R, H]
-    finished = state.finished[:, None].expand(-1, beam).flatten() if state.options.prune else None
+    finished = state.finished.repeat_interleave(beam) if state.options.prune else None
     if beam > 1:  # each beam writes into its own cache
         slots = torch.arange(beam, device=x.device).expand(len(state.owner), -1)[..., None]
         state.owner.index_copy_(2, state.position, slots)
@@ -185,7 +185,7 @@ def _decoder_step(state: Session) -> Tensor:
         used += [] if experts is None else [experts]
     state.experts.index_copy_(0, state.position, torch.stack(used)[None])
     hidden = rms_norm(x, model.decoder_norm, model.eps) * x.shape[-1] ** -0.5
-    return logits_of(hidden, model.embedding)
+    return F.linear(hidden, model.embedding)
 
 
 def _greedy(state: Session, logits: Tensor) -> None:

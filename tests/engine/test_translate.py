@@ -151,6 +151,18 @@ def test_translations_on_a_gpu_are_the_cpus(model, sources, beam):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("prune", [False, True])
+@pytest.mark.parametrize("beam", [1, 2])
+def test_one_sentence_on_a_gpu(beam, prune):
+    """What has one row has strides that mean nothing."""
+    geometry = SwitchGeometry(hidden=128, ffn=256, encoder_layers=2, decoder_layers=2, experts=8, vocab=500)
+    made = random_switch(geometry, lambda wi, wo: channel_experts(wi, wo, "16 bit"), dtype=torch.float16, device="cuda")
+    source = torch.randint(3, 500, (1, 7), device="cuda")
+    graph, plain = (translate(made, source, Options(beam, 9, prune, graph)) for graph in (True, False))
+    assert torch.equal(graph.tokens, plain.tokens) and graph.tokens.shape == (1, 9)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_gpu_ends_a_step_after_the_last_sentence(graph):
     geometry = SwitchGeometry(hidden=128, ffn=256, encoder_layers=2, decoder_layers=2, experts=8, vocab=500)

@@ -103,7 +103,6 @@ class ChannelTiles:
     shared: bool = False  # 16 bits only: by way of shared memory (`shared_gemm`), `ahead` stages, 64 tokens at least
 
 
-_PROGRAMS = 128  # about the multiprocessors of a GPU: with fewer, wide tiles leave some without work
 _SOME = ChannelTiles(64, 16, 4)
 _CODES = ((32, _SOME), (math.inf, ChannelTiles(128, 32, 4, 1)))
 _TILES = {  # tokens an expert up to which they serve, tiles; where there are two, of a layer with more outputs than inputs
@@ -113,7 +112,7 @@ _TILES = {  # tokens an expert up to which they serve, tiles; where there are tw
            (math.inf, ChannelTiles(128, 128, 8, 3, True))),
     INT8_NATIVE: ((8, ChannelTiles(64, 8, 4)), *_CODES),
     INT8_I2F: ((8, ChannelTiles(64, 8, 4)), *_CODES),
-    INT4_I2F: ((8, ChannelTiles(256, 8, 4), ChannelTiles(32, 8, 2, 4)), *_CODES),
+    INT4_I2F: ((8, ChannelTiles(64, 8, 2), ChannelTiles(64, 8, 4, 4)), *_CODES),
 }  # fmt: skip
 
 
@@ -121,8 +120,7 @@ def tiles_for(weights: ChannelWeights, tokens: int) -> ChannelTiles:
     """The default: few tokens an expert leave most of a wide tile empty, many read the weights again for every tile."""
     used = min(tokens, weights.experts)
     widens, *narrows = next(tiles for most, *tiles in _TILES[weights.kind] if tokens / used <= most)
-    busy = used * weights.outputs // widens.outputs >= _PROGRAMS
-    tiles = widens if not narrows or (busy and weights.outputs > weights.inputs) else narrows[0]
+    tiles = narrows[0] if narrows and weights.outputs <= weights.inputs else widens
     outputs = math.gcd(tiles.outputs, weights.outputs)  # as wide as the layer allows
     return replace(tiles, outputs=outputs, warps=max(1, tiles.warps * outputs // tiles.outputs))
 

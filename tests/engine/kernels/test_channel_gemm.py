@@ -50,13 +50,14 @@ def test_a_width_that_does_not_fit_is_refused():
         gemm.packed_weights(per_channel.quantize(torch.ones(1, 8, 8), 8), gemm.INT4_I2F)
 
 
-def test_wide_tiles_are_for_layers_that_widen_and_give_every_multiprocessor_work():
+def test_tiles_depend_on_where_the_inputs_lie():
+    """Layers that narrow read long rows: their programs have more warps, and more of a row on its way."""
     there, back = (
-        gemm.ChannelWeights(gemm.INT4_I2F, torch.empty(32, size, 0), None, other)
-        for size, other in ((4096, 1024), (1024, 4096))
+        gemm.packed_weights(per_channel.quantize(torch.randn(2, inputs, outputs), 4), gemm.INT4_I2F)
+        for inputs, outputs in ((128, 512), (512, 128))
     )
-    assert gemm.tiles_for(there, 128).outputs > gemm.tiles_for(back, 128).outputs
-    assert 4096 // gemm.tiles_for(there, 1).outputs >= 128
+    assert gemm.tiles_for(there, 8).warps < gemm.tiles_for(back, 8).warps
+    assert gemm.tiles_for(there, 8).tokens == gemm.tiles_for(back, 8).tokens < gemm.tiles_for(there, 40).tokens
 
 
 def tiles_of(work):
