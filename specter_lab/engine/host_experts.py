@@ -26,17 +26,12 @@ class HostExperts:
 
     memory: ExpertMemory
     expert_ms: float  # one expert, running mean
-    begin_ms: float = (
-        0.0  # from the choice to the first of them, for the copies of the others are begun before; running mean
-    )
     _rooms: dict[tuple, Room] = field(default_factory=dict)  # by place and shape of what is to be filled in
-    _chosen_s: float = 0.0
 
     def share(self, missing: np.ndarray) -> np.ndarray:
         """Which of the missing experts [n] end sooner here than on the link: [n] bool."""
-        clock, self._chosen_s = self.memory.clock(), time.perf_counter()
-        link_ms = clock.link_free_ms - clock.now_ms
-        return sooner_by_cpu(len(missing), link_ms, clock.copy_ms, self.begin_ms, self.expert_ms)
+        clock = self.memory.clock()
+        return sooner_by_cpu(len(missing), clock.link_free_ms - clock.now_ms, clock.copy_ms, self.expert_ms)
 
     def compute(
         self, layer: int, experts: np.ndarray, x: Tensor, used: np.ndarray, weights: Tensor, parts: Tensor
@@ -53,7 +48,6 @@ class HostExperts:
         from specter_lab.engine.host_kernel import expert_rows
 
         began, room = time.perf_counter(), self._buffers(x, parts)
-        self.begin_ms += NEW_SHARE * ((began - self._chosen_s) * 1e3 - self.begin_ms)
         of_expert = [np.flatnonzero(used == expert) for expert in experts]  # pairs: token * k + choice
         first = np.cumsum([0, *map(len, of_expert)])
         pairs = room.pairs[: first[-1]]
@@ -109,5 +103,5 @@ def new_host_experts(memory: ExpertMemory) -> HostExperts:
         host.compute(
             layer, experts, torch.zeros(1, hidden), experts[None], torch.ones(1, top_k), torch.empty(1, top_k, hidden)
         )
-        host.expert_ms, host.begin_ms = (time.perf_counter() - began) * 1e3 / top_k, 0.0
+        host.expert_ms = (time.perf_counter() - began) * 1e3 / top_k
     return host

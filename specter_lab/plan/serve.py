@@ -134,9 +134,9 @@ def ends_sooner_by_cpu(cpu_free_ms: float, cpu_ms: float, link_free_ms: float, c
 
 
 @compiled
-def sooner_by_cpu(count: int, link_free_ms: float, copy_ms: float, cpu_free_ms: float, cpu_ms: float) -> np.ndarray:
-    """Which of `count` misses in a row the host's cores should compute: [count] bool."""
-    chosen = np.zeros(count, np.bool_)
+def sooner_by_cpu(count: int, link_free_ms: float, copy_ms: float, cpu_ms: float) -> np.ndarray:
+    """Which of `count` misses in a row the host's cores, idle now, should compute: [count] bool."""
+    chosen, cpu_free_ms = np.zeros(count, np.bool_), 0.0
     for miss in range(count):
         chosen[miss] = ends_sooner_by_cpu(cpu_free_ms, cpu_ms, link_free_ms, copy_ms)
         if chosen[miss]:
