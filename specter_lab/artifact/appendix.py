@@ -49,8 +49,9 @@ def appendix(paper: Paper) -> str:
 
 
 def _peak(runs: list[dict]) -> str:
-    """The most memory that a process of these runs held; empty without runs."""
-    return f"{max(run['peak_process_gib'] for run in runs):.1f} GiB" if runs else ""
+    """The most memory that a process of these runs held; empty where none says."""
+    peaks = [run["peak_process_gib"] for run in runs if "peak_process_gib" in run]
+    return f"{max(peaks):.1f} GiB" if peaks else ""
 
 
 def _tally(entries: list[Entry]) -> str:
@@ -74,7 +75,7 @@ def _experiment(row: Experiment, number: str) -> dict[str, str]:
         "target": _target(row),
         "minutes": ", ".join(f"{tier}: {row.minutes[tier] or '?'}" for tier in row.tiers),
         "recorded": "; ".join(f"{result.provenance['wall_s']:.0f} s on {_machine(result.provenance['machine'])}" for result in results) or NOTHING,
-        "memory": "; ".join(f"{result.provenance['peak_process_gib']:.1f} GiB" for result in results) or NOTHING,
+        "memory": "; ".join(_peak([result.provenance]) or "?" for result in results) or NOTHING,
         "size": "; ".join(f"{size / 1e6:.1f} MB" for size in sizes) or NOTHING,
     }  # fmt: skip
 

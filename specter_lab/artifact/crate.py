@@ -146,11 +146,12 @@ def _conditions(crate: ROCrate, name: str, origin: dict) -> list[ContextEntity]:
         "machine": machine,
         "seed": origin["seed"],
         "tier": origin["tier"],
-        "peak memory in GiB": origin["peak_process_gib"],
+        "peak memory in GiB": origin.get("peak_process_gib"),
     }
     return [
         crate.add(_entity(crate, f"#{key.replace(' ', '-')}-of-{name}", "PropertyValue", name=key, value=value))
         for key, value in values.items()
+        if value is not None
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def plot(rows: pd.DataFrame) -> Figure:
     """a: ms per token of every system beside what limits it, per model; b: simulated against measured."""
     models = list(dict.fromkeys(rows["model"]))
     figure, axes = plt.subplots(
-        1, len(models) + 1, figsize=(2.2 + 4.2 * len(models) + 2.2, 4.6), width_ratios=[*[1.25] * len(models), 1], constrained_layout=True
+        1, len(models) + 1, figsize=(2.2 + 4.2 * len(models) + 4.2, 4.6), width_ratios=[*[1.25] * len(models), 1], constrained_layout=True
     )  # fmt: skip
     table = limits(rows)
     for axis, model, letter in zip(axes, models, "abcdef"):
@@ -87,7 +87,7 @@ def _simulator(axis: Axes, table: pd.DataFrame) -> None:
     )
     for side in (axis.xaxis, axis.yaxis):
         _plain_ticks(side, ends)
-    axis.legend(fontsize=7, loc="lower right")
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False)
 
 
 def _plain_ticks(side: Axis, ends: tuple[float, float]) -> None:
