@@ -1,16 +1,17 @@
 """BF16 weights beside their INT4 codes: what the codes do not say already (this project; DESIGN.md section 3).
 
-The draft's codes and scales lie on the GPU. A code q and its scale s say that the weight is near q s, so its sign is known and its
-exponent is one of a few:
+The draft's codes and scales lie on the GPU. A code q and its scale s say that the weight is within r s of q s, so its sign is known
+and its exponent is one of a few. r is 1/2 where codes are the nearest:
 
-    |q| >= 2   (|q| - 1/2) s .. (|q| + 1/2) s spans two binades at most     1 bit, in the sign's place
+    |q| >= 2   (|q| - r) s .. (|q| + r) s spans two binades at most         1 bit, in the sign's place
     |q| = 1    s / 2 .. 3 s / 2 spans three                                 2 bits, one in the sign's place, one in the stream
-    q = 0      below s / 2: the sign, and how many binades below            sign, 3 bits in the stream
+    q = 0      below r s: the sign, and how many binades below              sign, 3 bits in the stream
 
 With the seven bits of the mantissa every weight takes one byte, and those near zero a few bits more: 8.8 bits of 16 for Gaussian
 weights rounded to nearest. Whatever this does not reproduce (zeros, subnormal numbers, Inf, NaN, codes that error compensation has
-moved) is listed as it is, so that every pattern comes back bit for bit. Beside GPTQ's codes 2 to 3 % of the zoo's weights are listed,
-and 10.2 to 10.5 bits cross instead of 9.0 to 9.2 (`engine.bench_draft`).
+moved) is listed as it is, so that every pattern comes back bit for bit. GPTQ moves codes so often that r = 3/4 is
+better: 1 to 2 % of the zoo's weights are listed beside its codes instead of 2 to 4 %, and 10.0 to 10.3 bits cross instead of 10.7 to
+11.2 (`engine.bench_draft`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from specter_lab.compress.grid import Codes, round_to_nearest
 
 STREAM_BITS = (3, 1)  # of |q| = 0 and 1; larger codes have none
 EXCEPTION_BYTES = 4 + 2  # place and pattern
-ROW_BYTES = 4  # where a row's stream begins
+ROW_BYTES = 4 + 4  # where a row's stream begins, and its exceptions
+NEAREST, MOVED = REACHES = (0.5, 0.75)  # r, of codes rounded to nearest, and of codes that error compensation has moved
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Residual:
     starts: Tensor  # [R] int32, byte of `stream` where a row begins
     places: Tensor  # [X] int64, flat places of exceptions
     patterns: Tensor  # [X] int16, their bits
+    reach: float = NEAREST
 
     @property
     def nbytes(self) -> int:
@@ -71,19 +74,20 @@ def size(parts: Iterable[Tensor]) -> Size:
     return found
 
 
-def encode(weights: Tensor, codes: Codes) -> Residual:
+def encode(weights: Tensor, codes: Codes, reach: float = NEAREST) -> Residual:
     """What BF16 `weights` are beyond their codes.
 
     Args:
         weights: [..., n] bfloat16.
         codes: of the same shape, on the same device.
+        reach: one of REACHES; it decides how much is listed, not whether every bit comes back.
 
     Raises:
         ValueError: other dtype or shape.
     """
     if weights.dtype != torch.bfloat16 or weights.shape != codes.codes.shape:
         raise ValueError(f"weights are {weights.dtype} {tuple(weights.shape)}, codes {tuple(codes.codes.shape)}: bfloat16 of one shape is needed")  # fmt: skip
-    q, nearest = _rows(codes)
+    q, nearest = _rows(codes, reach)
     bits = weights.reshape(q.shape).view(torch.int16).int() & 0xFFFF  # [R, n]
     exponent, mantissa, magnitude = (bits >> 7) & 0xFF, bits & 0x7F, q.abs()
     away = torch.where(q == 0, nearest - exponent, exponent - nearest)  # binades from the nearest to what is
@@ -93,9 +97,9 @@ def encode(weights: Tensor, codes: Codes) -> Residual:
     value = torch.where(q == 0, away.clamp(max=7), (away >> 1) & 1)
     stream, starts = _to_stream(value, stream_bits(magnitude))
     flat = bits.flatten().to(torch.int16)
-    found = Residual(low, stream, starts, flat[:0].long(), flat[:0])
+    found = Residual(low, stream, starts, flat[:0].long(), flat[:0], reach)
     places = (_patterns(found, codes).flatten() != flat).nonzero().flatten()
-    return Residual(low, stream, starts, places, flat[places])
+    return Residual(low, stream, starts, places, flat[places], reach)
 
 
 def decode(residual: Residual, codes: Codes) -> Tensor:
@@ -110,17 +114,17 @@ def stream_bits(magnitude: Tensor) -> Tensor:
     return torch.where(magnitude == 0, STREAM_BITS[0], torch.where(magnitude == 1, STREAM_BITS[1], 0))
 
 
-def _rows(codes: Codes) -> tuple[Tensor, Tensor]:
+def _rows(codes: Codes, reach: float) -> tuple[Tensor, Tensor]:
     """Codes [R, n] int32, and the exponent nearest to zero (q = 0: the largest) that a weight of that code should have."""
     q = codes.codes.flatten(0, -2).int()
     scales = codes.scales.flatten(0, -2).float().repeat_interleave(codes.group, dim=-1)  # [R, n]
-    edge = torch.where(q == 0, 0.5, q.abs() - 0.5) * scales  # exact: a half-integer times an FP16 number
+    edge = torch.where(q == 0, reach, q.abs() - reach) * scales  # exact: a few quarters times an FP16 number
     return q, (edge.view(torch.int32) >> 23) & 0xFF
 
 
 def _patterns(residual: Residual, codes: Codes) -> Tensor:
     """[R, n] int16 without the exceptions."""
-    q, nearest = _rows(codes)
+    q, nearest = _rows(codes, residual.reach)
     low, magnitude = residual.low.int(), q.abs()
     value = _from_stream(residual, stream_bits(magnitude))
     top = low >> 7

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from specter_lab.compress.grid import Codes
 from specter_lab.compress.int4 import INT4_BITS, Int4Bank, unpack
-from specter_lab.compress.residual import Residual, decode, encode
+from specter_lab.compress.residual import REACHES, Residual, decode, encode
 from specter_lab.engine.arena import host_slab
 from specter_lab.errors import UserError
 
@@ -34,9 +34,8 @@ class Records:
     first: np.ndarray  # [L, E] byte of its layer's slab where a record begins
     length: np.ndarray  # [L, E] bytes
     exceptions: np.ndarray  # [L, E] X
-    codes: (
-        Tensor  # [L, E, 6] int64 on the device: addresses of packed codes and scales of each expert's gate, up and down
-    )
+    reach: float  # of the codes, see `compress.residual`
+    codes: Tensor  # [L, E, 6] int64 on the device: addresses of an expert's packed codes and scales: gate, up, down
 
     @property
     def numel(self) -> int:
@@ -69,13 +68,14 @@ def new_records(host: Tensor, banks: tuple[Int4Bank, ...]) -> Records:
         UserError: the host's memory does not suffice, or cannot be pinned.
     """
     device, slabs, layers = banks[0].gate.packed.device, [], []
-    one, _ = _record(host[0, 0].to(device), banks[0], 0)
+    tried = {reach: _record(host[0, 0].to(device), banks[0], 0, reach)[0] for reach in REACHES}
+    reach, one = min(tried.items(), key=lambda each: len(each[1]))
     needed, free = len(one) * host.shape[0] * host.shape[1], psutil.virtual_memory().available
     if needed > free:
         raise UserError(f"experts beside their codes need about {needed / 2**30:.0f} GiB of host memory more, and {free / 2**30:.0f} are "
                         f"free: use transport='whole', or a machine with more")  # fmt: skip
     for layer, bank in enumerate(tqdm(banks, desc="experts beside their codes", unit="layer", delay=2.0)):
-        of_layer = [_record(host[layer, expert].to(device), bank, expert) for expert in range(len(host[layer]))]
+        of_layer = [_record(host[layer, expert].to(device), bank, expert, reach) for expert in range(len(host[layer]))]
         lengths = np.array([len(record) for record, _ in of_layer])
         slab = host_slab(int(lengths.sum()), pinned=device.type == "cuda")
         torch.cat([record for record, _ in of_layer], out=slab)
@@ -83,7 +83,7 @@ def new_records(host: Tensor, banks: tuple[Int4Bank, ...]) -> Records:
         layers.append((np.cumsum(lengths) - lengths, lengths, [exceptions for _, exceptions in of_layer]))
     hidden, width = banks[0].down.packed.shape[1], banks[0].gate.packed.shape[1]
     numbers = (np.array(part) for part in zip(*layers))
-    return Records(hidden, width, banks, tuple(slabs), *numbers, _addresses(banks).to(device))
+    return Records(hidden, width, banks, tuple(slabs), *numbers, reach, _addresses(banks).to(device))
 
 
 def restored(records: Records, layer: int, expert: int) -> Tensor:
@@ -94,17 +94,18 @@ def restored(records: Records, layer: int, expert: int) -> Tensor:
         rows, width = codes.codes.shape
         mine = (places >= first) & (places < first + rows * width)
         part = Residual(low[first : first + rows * width].view(rows, width), stream, starts[row : row + rows],
-                        places[mine].long() - first, patterns[mine])  # fmt: skip
+                        places[mine].long() - first, patterns[mine], records.reach)  # fmt: skip
         found.append(decode(part, codes).flatten())
         first, row = first + rows * width, row + rows
     return torch.cat(found)
 
 
-def _record(block: Tensor, bank: Int4Bank, expert: int) -> tuple[Tensor, int]:
+def _record(block: Tensor, bank: Int4Bank, expert: int, reach: float) -> tuple[Tensor, int]:
     """Bytes on the host, and how many exceptions are among them."""
     parts, size = _codes(bank, expert), len(block) // 3
     found = [
-        encode(weights.bfloat16().view(codes.codes.shape), codes) for weights, codes in zip(block.split(size), parts)
+        encode(weights.bfloat16().view(codes.codes.shape), codes, reach)
+        for weights, codes in zip(block.split(size), parts)
     ]
     streams = np.cumsum([0, *(len(part.stream) for part in found)])
     places = torch.cat([part.places + i * size for i, part in enumerate(found)])

@@ -4,20 +4,21 @@ import pytest
 import torch
 
 from specter_lab.compress.grid import Codes, round_to_nearest
-from specter_lab.compress.residual import decode, encode
+from specter_lab.compress.residual import REACHES, decode, encode
 
 
 def same_bits(a, b):
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
-def test_every_pattern_beside_every_code():
+@pytest.mark.parametrize("reach", REACHES)
+def test_every_pattern_beside_every_code(reach):
     """All 65,536 patterns, NaN payloads and subnormal numbers included, each beside each of the sixteen codes."""
     patterns = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
     rows = patterns.view(512, 128).repeat(16, 1)[None]  # [1, 16 * 512, 128]
     q = torch.arange(-8, 8).repeat_interleave(512)[:, None].expand(-1, 128).to(torch.int8)[None]
     codes = Codes(q.contiguous(), torch.full((1, 16 * 512, 1), 0.01).half(), 4)
-    assert same_bits(decode(encode(rows, codes), codes), rows)
+    assert same_bits(decode(encode(rows, codes, reach), codes), rows)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (2, 3, 32), (1, 5, 384), (3, 7, 1408)])

@@ -27,7 +27,7 @@ _EXCEPTIONS = 32  # written at a time
 def _restore(
     room, room_bytes, codes_of, slots, expert_0, expert_1, slot_0, slot_1, hidden, width,
     HIDDEN_GROUP: tl.constexpr, WIDTH_GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr,
-    EXCEPTIONS: tl.constexpr,
+    EXCEPTIONS: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
     row, second = tl.program_id(0), tl.program_id(1) == 1
     rows, numel = 2 * width + hidden, 3 * hidden * width  # an expert has fewer than 2^31 weights
@@ -48,7 +48,7 @@ def _restore(
     good = i < inputs
     magnitude = tl.abs(q)
     scale = tl.load(scales + i // group, mask=good, other=1.0).to(tl.float32)
-    edge = tl.where(q == 0, 0.5, magnitude.to(tl.float32) - 0.5) * scale
+    edge = tl.where(q == 0, REACH, magnitude.to(tl.float32) - REACH) * scale
     nearest = (edge.to(tl.int32, bitcast=True) >> 23) & 0xFF
     count = tl.where(good, tl.where(magnitude == 0, BITS_0, tl.where(magnitude == 1, BITS_1, 0)), 0)
     place = tl.cumsum(count, 0) - count
@@ -99,5 +99,5 @@ def restore_experts(
     _restore[(records.rows, len(experts))](
         room, room.shape[1], records.codes, device.view(torch.int16), experts[0], experts[-1], slots[0], slots[-1],
         records.hidden, records.width, HIDDEN_GROUP=groups[0], WIDTH_GROUP=groups[1], BLOCK=block,
-        BITS_0=STREAM_BITS[0], BITS_1=STREAM_BITS[1], EXCEPTIONS=_EXCEPTIONS, num_warps=max(1, min(16, block // 512)),
+        BITS_0=STREAM_BITS[0], BITS_1=STREAM_BITS[1], EXCEPTIONS=_EXCEPTIONS, REACH=records.reach, num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
