@@ -289,7 +289,7 @@ def engine_for(
         policy: an exact policy, or the id of one in `plan.policies`; default: the mode's.
         draft: "int4": the experts rounded to nearest; "gptq-int4" or another of `draft.draft_names`: a quantiser's codes, which
             are made first if the cache lacks them; folder or hub id of a GPTQ checkpoint of this model; "none": plain decoding.
-        transport: "residual": experts cross the link without what the draft's codes say, about 9 of 16 bits (beside GPTQ's 10.5,
+        transport: "residual": experts cross the link without what the draft's codes say, about 9 of 16 bits (beside GPTQ's 10 to 10.3,
             since its codes lie further from the weights), and are restored bit for bit; needs the codes on the device and host
             memory for both forms. What kernels read by themselves crosses whole.
         memory_budget: of everything the engine holds on the device.

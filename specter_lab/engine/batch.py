@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 from torch import Generator, Tensor
@@ -23,6 +22,8 @@ from specter_lab.engine.experts import ExpertMemory
 from specter_lab.engine.session import NO_REQUEST, Session
 from specter_lab.plan.depth_control import DepthController
 from specter_lab.plan.policy import Prefetcher
+
+MOST_UNEQUAL = 2  # times as long as the shortest beside it a prompt may be
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +115,19 @@ def _join(session: Session, memory: ExpertMemory, lanes: list[_Lane | None], tak
             session.temperature[place] = request.temperature
         lanes[place] = _Lane(request, request.new_tokens)
         joined.append(place)
-    for _, run in groupby(enumerate(joined), key=lambda numbered: numbered[1] - numbered[0]):
-        places = [place for _, place in run]  # next to each other
+    for places in _side_by_side(joined, [len(lanes[place].request.ids) for place in joined]):
         begin(session, memory, [lanes[place].request.ids for place in places], places[0])
+
+
+def _side_by_side(places: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Places that are neighbours, their prompts about equally long, for a short one waits for the longest beside it."""
+    runs: list[list[int]] = []
+    shortest = longest = 0  # prompt of the last run
+    for place, length in zip(places, lengths):
+        if runs and place == runs[-1][-1] + 1 and max(longest, length) <= MOST_UNEQUAL * min(shortest, length):
+            runs[-1].append(place)
+            shortest, longest = min(shortest, length), max(longest, length)
+        else:
+            runs.append([place])
+            shortest = longest = length
+    return runs

@@ -59,10 +59,8 @@ def operations(batch: int, beam: int, tokens: int, geometry: SwitchGeometry = EL
         [partial(switch_ops.self_attend, qkv, cache, owner, bias, position) for cache in past],
         past[0].nbytes,
     )
-    mask, sources = (
-        torch.zeros(batch, 1, 1, tokens, device=device, dtype=dtype),
-        [random(2, batch, heads, tokens, HEAD_DIM) for _ in layers],
-    )
+    mask = torch.zeros(batch, 1, 1, tokens, device=device, dtype=dtype)
+    sources = [random(2, batch, heads, tokens, HEAD_DIM) for _ in layers]
     yield "cross-attention", [partial(switch_ops.cross_attend, x, cache, mask) for cache in sources], sources[0].nbytes
     finished = torch.zeros(rows, dtype=torch.bool, device=device)
     routers = [random(geometry.experts, hidden, kind=torch.float32) for _ in layers]

@@ -25,13 +25,19 @@ class HostExperts:
     """What the host's cores take over, and how long that takes them."""
 
     memory: ExpertMemory
-    expert_ms: float  # one expert, running mean
-    _rooms: dict[tuple, Room] = field(default_factory=dict)  # by place and shape of what is to be filled in
+    alone_ms: float  # one expert of one token, timed when the model was loaded
+    expert_ms: float  # one expert in the pass that came last, running mean
+    means_ms: dict[int, float] = field(default_factory=dict)  # the running means, by tokens of a pass
+    _rooms: dict[tuple, Room] = field(default_factory=dict)  # by place and tokens that have room
 
-    def share(self, missing: np.ndarray) -> np.ndarray:
-        """Which of the missing experts [n] end sooner here than on the link: [n] bool."""
+    def share(self, missing: np.ndarray, tokens: int) -> np.ndarray:
+        """Which of the missing experts [n] of a pass end sooner here than on the link: [n] bool."""
         clock = self.memory.clock()
-        return sooner_by_cpu(len(missing), clock.link_free_ms - clock.now_ms, clock.copy_ms, self.expert_ms)
+        mean_ms = self.means_ms.setdefault(tokens, self.alone_ms)
+        chosen = sooner_by_cpu(len(missing), clock.link_free_ms - clock.now_ms, clock.copy_ms, mean_ms)
+        if len(missing) and not chosen.any():  # a mean that keeps the cores out is not measured again: it fades
+            self.means_ms[tokens] *= 1 - NEW_SHARE
+        return chosen
 
     def compute(
         self, layer: int, experts: np.ndarray, x: Tensor, used: np.ndarray, weights: Tensor, parts: Tensor
@@ -47,7 +53,8 @@ class HostExperts:
         """
         from specter_lab.engine.host_kernel import expert_rows
 
-        began, room = time.perf_counter(), self._buffers(x, parts)
+        room = self._buffers(x, parts)
+        began = time.perf_counter()
         of_expert = [np.flatnonzero(used == expert) for expert in experts]  # pairs: token * k + choice
         first = np.cumsum([0, *map(len, of_expert)])
         pairs = room.pairs[: first[-1]]
@@ -56,8 +63,10 @@ class HostExperts:
             self._bits[layer], experts, first, pairs.numpy(), x.float().numpy(), used.shape[1], weights.view(-1).numpy(),
             room.act, room.rows.numpy(),
         )  # fmt: skip
+        took_ms = (time.perf_counter() - began) * 1e3 / len(experts)
         _hand_over(room.rows, pairs, parts.flatten(0, 1))
-        self.expert_ms += NEW_SHARE * ((time.perf_counter() - began) * 1e3 / len(experts) - self.expert_ms)
+        mean_ms = self.means_ms.get(len(x), took_ms)
+        self.expert_ms = self.means_ms[len(x)] = mean_ms + NEW_SHARE * (took_ms - mean_ms)
 
     @property
     def _bits(self) -> np.ndarray:
@@ -67,14 +76,19 @@ class HostExperts:
 
     def _buffers(self, x: Tensor, parts: Tensor) -> Room:
         """Used again once the device has been waited for, as it is in every layer."""
-        key = parts.is_cuda, *parts.shape
-        if key not in self._rooms:
-            pinned, count = parts.is_cuda, parts.shape[0] * parts.shape[1]
-            self._rooms[key] = Room(
+        pinned, tokens, top_k = parts.is_cuda, room_for(len(parts)), parts.shape[1]
+        if (pinned, tokens) not in self._rooms:
+            count = tokens * top_k
+            self._rooms[pinned, tokens] = Room(
                 torch.empty(count, x.shape[1], pin_memory=pinned), torch.empty(count, dtype=torch.int64, pin_memory=pinned),
                 np.empty((count, self.memory.shape.expert_width), np.float32),
             )  # fmt: skip
-        return self._rooms[key]
+        return Room(*(part[: len(parts) * top_k] for part in self._rooms[pinned, tokens]))
+
+
+def room_for(tokens: int) -> int:
+    """Tokens that a buffer is made for which so many are to go into: the next power of two, so that there are few buffers."""
+    return 1 << (tokens - 1).bit_length()
 
 
 class Room(NamedTuple):
@@ -96,12 +110,12 @@ def _hand_over(rows: Tensor, pairs: Tensor, parts: Tensor) -> None:
 
 def new_host_experts(memory: ExpertMemory) -> HostExperts:
     """For the misses of `memory`; times one token's experts, the second time after its code was compiled."""
-    host, top_k, hidden = HostExperts(memory, 0.0), memory.shape.top_k, memory.shape.hidden
+    host, top_k, hidden = HostExperts(memory, 0.0, 0.0), memory.shape.top_k, memory.shape.hidden
     experts = np.arange(top_k)
     for layer in (0, len(memory.host) - 1):
-        began = time.perf_counter()
+        host.means_ms.clear()
         host.compute(
             layer, experts, torch.zeros(1, hidden), experts[None], torch.ones(1, top_k), torch.empty(1, top_k, hidden)
         )
-        host.expert_ms = (time.perf_counter() - began) * 1e3 / top_k
+    host.alone_ms = host.expert_ms
     return host

@@ -28,7 +28,7 @@ from specter_lab.engine import expert_math
 from specter_lab.engine.decoder import NOT_NOW
 from specter_lab.engine.experts import MISS, ExpertMemory
 from specter_lab.engine.graphs import Launch, host_work
-from specter_lab.engine.host_experts import HostExperts
+from specter_lab.engine.host_experts import HostExperts, room_for
 from specter_lab.plan.policy import NO_LOADS, Loads, Prefetcher
 from specter_lab.plan.residency import begin_layer, end_uses, use_all
 
@@ -123,7 +123,7 @@ class OnDemand:
     memory: ExpertMemory
     prefetcher: Prefetcher
     host: HostExperts | None = None  # computes some of the misses
-    _staged: dict[tuple, Staging] = field(default_factory=dict)  # by shape of the indices
+    _staged: dict[int, Staging] = field(default_factory=dict)  # by tokens that have room
     _needed: int = 0
     _hits: int = 0
     _by_host: int = 0
@@ -165,7 +165,7 @@ class OnDemand:
         counts = used[used[:, 0] != NOT_NOW]  # not those of free lanes, or beyond a lane's own depth
         ready, missing = begin_layer(slots, layer, counts)
         self._needed, self._hits = self._needed + len(ready) + len(missing), self._hits + len(ready)
-        by_host = self.host.share(missing) if self.host else np.zeros(len(missing), np.bool_)
+        by_host = self.host.share(missing, len(used)) if self.host else np.zeros(len(missing), np.bool_)
         own, missing, half = missing[by_host], missing[~by_host], max(1, int(slots.count[layer]) // 2)
         slots.pinned[layer, own] = False
         self._by_host += len(own)
@@ -189,10 +189,11 @@ class OnDemand:
         memory.load(self.prefetcher.verifying(layer, counts, memory.clock()))
 
     def _staging(self, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:
-        key = tuple(indices.shape)
-        if key not in self._staged:
-            self._staged[key] = _new_staging(self.memory.shape.num_experts, x, indices, weights)
-        return self._staged[key]
+        """Passes come one after the other, so those of about as many tokens share what lies in pinned memory."""
+        tokens = room_for(len(indices))
+        if tokens not in self._staged:
+            self._staged[tokens] = _new_staging(self.memory.shape.num_experts, tokens, x, indices, weights)
+        return self._staged[tokens].first(len(indices))
 
 
 class Staging(NamedTuple):
@@ -201,6 +202,9 @@ class Staging(NamedTuple):
     indices: Tensor  # [E + 1, T, k] the layer's, then those of every run
     x: Tensor  # [T, H]
     weights: Tensor  # [T, k]
+
+    def first(self, tokens: int) -> Staging:
+        return Staging(self.indices[:, :tokens], self.x[:tokens], self.weights[:tokens])
 
     def only(self, run: int, experts: np.ndarray) -> None:
         """Run `run` computes these experts alone."""
@@ -212,8 +216,8 @@ class Staging(NamedTuple):
         self.indices[run].numpy()[:] = np.where(chosen[used], used, NOT_NOW)
 
 
-def _new_staging(num_experts: int, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:
+def _new_staging(num_experts: int, tokens: int, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:
     def room(like: Tensor, *more: int) -> Tensor:
-        return torch.empty(*more, *like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        return torch.empty(*more, tokens, like.shape[1], dtype=like.dtype, pin_memory=like.is_cuda)
 
     return Staging(room(indices, num_experts + 1), room(x), room(weights))

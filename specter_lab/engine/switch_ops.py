@@ -66,7 +66,8 @@ def route(router: Tensor, hidden: Tensor, finished: Tensor | None) -> tuple[Tens
     if hidden.is_cuda:
         from specter_lab.engine.kernels import router as kernels
 
-        return kernels.top_1(router, hidden, finished)
+        if len(router) <= kernels.MAX_EXPERTS:
+            return kernels.top_1(router, hidden, finished)
     factors, experts = F.linear(hidden.float(), router).softmax(-1).max(-1)
     return (experts if finished is None else experts.masked_fill(finished, len(router))), factors
 

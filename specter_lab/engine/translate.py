@@ -65,9 +65,8 @@ class Session:
         with torch.inference_mode():
             self._allocate(batch, source_tokens)
         self._on_gpu = model.device.type == "cuda"
-        self._answer = torch.zeros(
-            (), dtype=torch.bool, pin_memory=self._on_gpu
-        )  # to the question that `_asked` follows
+        # The answer to whether all are finished, once the event behind the question has come.
+        self._answer = torch.zeros((), dtype=torch.bool, pin_memory=self._on_gpu)
         self._asked = torch.cuda.Event() if self._on_gpu else None
         self._begin: Callable[[], object] = self.begin
         self._step: Callable[[], object] = self.step
@@ -153,6 +152,7 @@ class Session:
             self._step()
             steps += 1
             finished = self._all_finished()
+        steps -= self._on_gpu and finished  # the last one began before the answer was there
         tokens, scores = self.tokens, self.scores
         if self.options.beam > 1:
             _keep_unfinished(self)

@@ -32,7 +32,8 @@ class Transport(Protocol):
     bits: float  # of a weight over the link
 
     def bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray) -> int:
-        """Fill slots [n] of all layers' with experts [n] of layers [n], in the order of the current stream; the bytes that cross."""
+        """Fill rows `slots` [n] of the device slab with experts [n] of layers [n], in the order of the current stream, and return the
+        bytes that cross."""
 
 
 class WholeTransport:
@@ -58,8 +59,7 @@ class ResidualTransport:
     def __init__(self, records: Records, device: Tensor, budget: Budget) -> None:
         self._records, self._device, self.bits = records, device, records.bits
         self._rooms: list[_Room] = []
-        record = records.of(0, 0)
-        target = torch.empty_like(record, device=device.device)
+        record = target = records.of(0, 0)
         if device.is_cuda:
             from specter_lab.engine.kernels.residual import EXPERTS
 
@@ -67,15 +67,18 @@ class ResidualTransport:
             budget.take(
                 "residuals on their way", ROOMS * EXPERTS * longest, "use transport='whole', or a larger budget"
             )
-            self._link = torch.cuda.Stream(device.device)
+            self._link = torch.cuda.Stream(device.device, priority=-1)  # as the stream that waits for it
             room = torch.empty(ROOMS, EXPERTS, longest, dtype=torch.uint8, device=device.device)
+            self._link.wait_stream(torch.cuda.current_stream())  # whoever had that memory before
+            target = room[0, 0, : len(record)]
             self._rooms = [_Room(part, torch.cuda.Event(), torch.cuda.Event()) for part in room]
             self.bring(*np.zeros((3, 1), np.int64))  # compiles the kernel
         self.copy_ms = _copy_ms(target, record)
 
     def bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray) -> int:
         if self._rooms:
-            together = len(self._rooms[0].records)
+            alone = len(np.unique(slots)) < len(slots)  # one slot filled twice: the last one stays
+            together = 1 if alone else len(self._rooms[0].records)
             for first in range(0, len(layers), together):
                 self._bring(*(part[first : first + together].tolist() for part in (layers, experts, slots)))
         else:  # on a CPU

@@ -19,10 +19,8 @@ from specter_lab.experiments.context import Context
 from specter_lab.experiments.job import Job, Outcome, Rows, WorkerLost, timed
 from specter_lab.models.load import resolve, weight_bytes
 
-WORKER_BYTES, GPU_WORKER_BYTES = (
-    2 * 2**30,
-    12 * 2**30,
-)  # one process: torch and a zoo model; and on a GPU what it keeps of batches
+WORKER_BYTES = 2 * 2**30  # one process with torch and a zoo model
+GPU_WORKER_BYTES = 12 * 2**30  # on a GPU: its context, kernels, and what it keeps of batches
 COPIES = 8  # of a BF16 checkpoint that a worker may hold: the target in float32, its draft, and what quantising needs
 QUIET = {"TQDM_DISABLE": "1"}  # the bar of the whole run is the one to see
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")

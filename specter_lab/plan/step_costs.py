@@ -46,6 +46,9 @@ class StepCosts:
     context_tokens: int = 0  # KV entries that every pass reads
     on_host: int | None = None  # experts of every layer that host memory holds; None: all
     transport: Transport = Transport()
+    told_ms: float | None = (
+        None  # what telling the host of a routing takes, where it was measured; None: the profile's copy
+    )
 
     def placed(self, gpu_bytes: int) -> StepCosts:
         """The same, with as many experts in host memory as it has room for beside its system; the others stay on disk.
@@ -88,6 +91,8 @@ class StepCosts:
 
     def routing_ms(self, tokens: int, layers: int) -> float:
         """What `tokens` tokens use in `layers` layers, GPU to host."""
+        if self.told_ms is not None:
+            return self.told_ms
         return self.profile.d2h.ms(tokens * layers * self.model.top_k * USE_BYTES)
 
     @property

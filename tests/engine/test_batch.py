@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specter_lab.engine import api
+from specter_lab.engine.batch import _side_by_side
 from specter_lab.errors import UserError
 from tests.engine.test_engine import DEVICES, MODELS, engine_of
 
@@ -42,6 +43,11 @@ def test_prompts_of_neighbours_are_read_side_by_side(device, monkeypatch):
     found = engine.generate_batch(prompts, limits, depth=2, lanes=4, ignore_eos=True)
     for ids, limit, text in zip(prompts, limits, found):
         assert torch.equal(text, engine.generate(ids, limit, depth=0, ignore_eos=True))
+
+
+def test_a_long_prompt_is_not_read_beside_short_ones():
+    assert _side_by_side([0, 1, 2, 4, 5], [10, 12, 40, 41, 9]) == [[0, 1], [2], [4], [5]]
+    assert _side_by_side([], []) == []
 
 
 def test_samples_are_those_of_each_alone():

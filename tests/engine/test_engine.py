@@ -115,7 +115,9 @@ def test_host_and_link_share_the_misses(policy, monkeypatch):
     assert torch.equal(engine.generate(ids, 24), resident.generate(ids, 24))
     engine.stats = Meter()
     monkeypatch.setattr(host_experts, "NEW_SHARE", 0.0)
-    engine.target.host.expert_ms = 0.9 * engine.memory.transport.copy_ms  # about as long as a copy: they take turns
+    host = engine.target.host
+    host.means_ms.clear()
+    host.alone_ms = 0.9 * engine.memory.transport.copy_ms  # about as long as a copy: they take turns
     engine.generate(ids, 24)
     stats, copies = engine.stats, engine.stats.h2d_bytes // engine.memory.host[0, 0].nbytes
     assert stats.by_host > 0 and copies > 0 and not engine.memory.slots.pinned.any()
@@ -150,6 +152,14 @@ def test_sharing_is_even():
     assert sooner_by_cpu(6, 0.0, 1.0, 0.99).sum() == 3
     assert sooner_by_cpu(6, 4.0, 1.0, 0.99).sum() == 5
     assert not sooner_by_cpu(3, 0.0, 1.0, 5.0).any() and len(sooner_by_cpu(0, 0.0, 1.0, 1.0)) == 0
+
+
+def test_a_slow_pass_does_not_keep_the_cores_out_for_good():
+    host = engine_of("qwen-nano", 6, mode="shared").target.host
+    host.means_ms[9] = 1e3 * host.memory.transport.copy_ms  # as if kernels had been compiled meanwhile
+    missing = np.arange(4)
+    assert not host.share(missing, 9).any()
+    assert any(host.share(missing, 9).any() for _ in range(100))
 
 
 @pytest.mark.parametrize("how", [{"draft": "none"}, {"policy": "lru"}])

@@ -13,7 +13,6 @@ from specter_lab.plan.residency import ABSENT
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROUNDS = {"cpu": 60, "cuda": 1000}
-COPY = ExpertMemory._copy
 SLOW_CYCLES = 2_000_000  # about a millisecond, against ten microseconds for a copy of this size
 
 
@@ -47,18 +46,24 @@ class Saboteur(Prefetcher):
 
 def slow_down(memory: ExpertMemory, draw: np.random.Generator, patch: pytest.MonkeyPatch) -> None:
     """Every tenth copy takes a hundred times as long."""
+    bring = memory.transport.bring
 
-    def slow(self, *where):
-        if self.stream is not None and draw.random() < 0.1:
-            torch.cuda._sleep(SLOW_CYCLES)  # on the copies' stream
-        COPY(self, *where)
+    def slow(*loads: np.ndarray) -> int:
+        each = len(loads[0]) if memory.stream is None else 2  # as many as residuals are restored at a time
+        moved = 0
+        for first in range(0, len(loads[0]), max(1, each)):
+            if memory.stream is not None and draw.random() < 0.1:
+                torch.cuda._sleep(SLOW_CYCLES)  # on the copies' stream
+            moved += bring(*(part[first : first + each] for part in loads))
+        return moved
 
-    patch.setattr(ExpertMemory, "_copy", slow)
+    patch.setattr(memory.transport, "bring", slow)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("transport", [api.WHOLE, api.RESIDUAL])
 @pytest.mark.parametrize("mode", ["fast", "paper"])
-def test_a_thousand_bad_rounds(mode, device, monkeypatch):
+def test_a_thousand_bad_rounds(mode, transport, device, monkeypatch):
     weights = api.load_weights("qwen-nano", device=device)
     ids = torch.randint(3, 2000, (20,), generator=torch.Generator().manual_seed(0))
     resident = api.engine_for(weights, expert_budget=60, in_slots=True, draft="none")
@@ -66,7 +71,7 @@ def test_a_thousand_bad_rounds(mode, device, monkeypatch):
     expected = resident.generate(ids, 160, ignore_eos=True)[0, 20:].tolist()
     rounds, seed, held = 0, 0, None
     while rounds < ROUNDS[device]:
-        engine = api.engine_for(weights, expert_budget=1 + seed % 3, in_slots=True, mode=mode)
+        engine = api.engine_for(weights, expert_budget=1 + seed % 3, in_slots=True, mode=mode, transport=transport)
         engine.memory.device.fill_(float("nan"))
         if device == "cuda":
             torch.cuda.synchronize()  # copies run on a stream of their own

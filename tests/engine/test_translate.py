@@ -164,11 +164,11 @@ def test_one_sentence_on_a_gpu(beam, prune):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_gpu_ends_a_step_after_the_last_sentence(graph):
+def test_a_gpu_counts_no_step_after_the_last_sentence(graph):
     geometry = SwitchGeometry(hidden=128, ffn=256, encoder_layers=2, decoder_layers=2, experts=8, vocab=500)
     made = random_switch(geometry, lambda wi, wo: channel_experts(wi, wo, "16 bit"), dtype=torch.float16, device="cuda")
     sources = torch.randint(3, 500, (5, 7), device="cuda")
     session = Session(made, 5, 7, Options(max_tokens=16, graph=graph), forced=True)
     for longest in (7, 1, 16):
         lengths = torch.tensor([1, 1, longest, 1, 1], device="cuda")
-        assert session(sources, lengths).steps == min(16, longest + 1)
+        assert session(sources, lengths).steps == longest

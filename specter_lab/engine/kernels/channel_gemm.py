@@ -2,7 +2,7 @@
 
 Tokens are sorted by expert; one launch per fully-connected layer multiplies every expert's tokens with its weights,
 reading them through the sorted order (permute) and writing through it (unpermute, times the expert's scale). A token
-whose expert id is past the last, as batch pruning gives it, is sorted to the end, not computed, and its result is zero;
+whose expert id is past the last, as batch pruning gives it, is left out: nothing is computed for it or added to its row;
 experts without tokens are not read.
 
 Weights are FP16 or BF16, int8 with the conversion instruction ("native"), or int8 and int4 by I2F bit operations.

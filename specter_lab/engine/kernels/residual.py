@@ -17,7 +17,7 @@ from torch import Tensor
 from specter_lab.compress.residual import STREAM_BITS
 from specter_lab.engine.records import Records
 
-EXPERTS = 2  # of one launch, at most
+EXPERTS = 2  # of one launch at most: the kernel has arguments for two
 _EXCEPTIONS = 32  # written at a time
 
 
@@ -91,10 +91,10 @@ def restore_experts(
         device: [S, N] bfloat16, all slots.
         slots: the n that are to be filled.
     """
-    (gate, down), block = (
-        (records.banks[0].gate, records.banks[0].down),
-        triton.next_power_of_2(max(records.hidden, records.width)),
-    )
+    if not 1 <= len(experts) == len(slots) <= EXPERTS:
+        raise ValueError(f"{len(experts)} experts into {len(slots)} slots: one launch restores {EXPERTS} at most")
+    gate, down = records.banks[0].gate, records.banks[0].down
+    block = triton.next_power_of_2(max(records.hidden, records.width))
     groups = (records.hidden // gate.scales.shape[2], records.width // down.scales.shape[2])
     _restore[(records.rows, len(experts))](
         room, room.shape[1], records.codes, device.view(torch.int16), experts[0], experts[-1], slots[0], slots[-1],

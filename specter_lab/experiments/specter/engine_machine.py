@@ -18,7 +18,7 @@ from specter_lab.experiments.specter import routing
 from specter_lab.experiments.specter.setting import BUDGETS, priced_as
 from specter_lab.plan.cost import OPERATORS_PER_LAYER
 from specter_lab.plan.doctor import measure, profile_of
-from specter_lab.plan.hardware import Curve, Profile
+from specter_lab.plan.hardware import Profile
 from specter_lab.plan.policy import Scene
 from specter_lab.plan.replay import Replay
 from specter_lab.plan.serve import READ_THROUGH
@@ -26,7 +26,9 @@ from specter_lab.plan.simulate import simulate
 from specter_lab.plan.step_costs import StepCosts, Transport
 
 PROMPT_TOKENS, HOST_PASSES = 16, 48
-ROUTING_BYTES = (1, 1 << 20)  # of a layer, or of all of a draft step: what telling it takes does not depend on its size
+FEW_SLOTS = (
+    2  # times as many as one token uses: hardly a layer misses nothing, and a pass does not wait for its own slots
+)
 GRAPH_LAUNCH_US = 0.01  # per operator of a captured pass: the host launches it as one
 HOST_PASS = "host-served pass"  # plain decoding in paper mode with everything resident
 TOLD = "told of a miss"  # what a layer of it takes longer when something is missing, beside the copies
@@ -57,9 +59,9 @@ def measure_machine(weights: Weights, model: str) -> Machine:
     bandwidth = copy_gb_s()
     found = passes(resident, bandwidth, (1, 4, BUDGETS[routing.family(model)].depth + 1))
     del resident
-    host_ms, copied_ms = _host_pass_ms(weights, weights.shape.num_experts)
-    missing_ms, copies_ms = _host_pass_ms(weights, 2 * weights.shape.top_k)
-    told_ms = max(0.0, missing_ms - copies_ms - host_ms + copied_ms) / len(weights.shape.moe_layers)
+    host_ms, _ = _host_pass_ms(weights, weights.shape.num_experts)
+    missing_ms, copies_ms = _host_pass_ms(weights, FEW_SLOTS * weights.shape.top_k)
+    told_ms = max(0.0, missing_ms - copies_ms - host_ms) / len(weights.shape.moe_layers)
     torch.cuda.empty_cache()
     profile, anatomy = profile_of(measure(lambda _: None)), priced_as(model)
     expert_ms = anatomy.moe_layers * anatomy.expert_bytes / bandwidth / 1e6  # one expert in every layer
@@ -88,8 +90,7 @@ def _host_pass_ms(weights: Weights, slots: int) -> tuple[float, float]:
 
 def simulated_ms(engine: Engine, replay: Replay, model: str, machine: Machine, new_tokens: int) -> float:
     """Milliseconds per token that the simulator gives the same rounds, requests one after the other; slots begin empty there."""
-    anatomy, told = priced_as(model), machine.told_ms * 1e6  # nanoseconds
-    profile = replace(machine.profile, d2h=Curve(ROUTING_BYTES, tuple(size / max(told, 1.0) for size in ROUTING_BYTES)))
+    anatomy, profile = priced_as(model), machine.profile
     launch_us = (
         GRAPH_LAUNCH_US if engine.target.waits else 1e3 * machine.host_pass_ms / (anatomy.layers * OPERATORS_PER_LAYER)
     )
@@ -97,7 +98,7 @@ def simulated_ms(engine: Engine, replay: Replay, model: str, machine: Machine, n
         rate = anatomy.expert_bytes * 1e-6 / engine.target.host.expert_ms  # GB/s
         profile = replace(profile, cpu=replace(profile.cpu, memory_bandwidth_gb_s=rate))
     crossing = Transport(engine.memory.transport.bits)
-    costs = StepCosts(anatomy, replace(profile, launch_us=launch_us), transport=crossing)
+    costs = StepCosts(anatomy, replace(profile, launch_us=launch_us), transport=crossing, told_ms=machine.told_ms)
     scene = Scene(costs, int(engine.memory.slots.count.min()), MAX_DEPTH)
     miss = READ_THROUGH if engine.target.waits else engine.policy.miss
     policy = replace(engine.policy, miss=miss, slots=lambda scene: np.resize(engine.memory.slots.count, scene.layers))

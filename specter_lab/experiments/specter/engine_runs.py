@@ -89,8 +89,7 @@ def system_rows(model: str, digest: str, seed: int) -> jobs.Rows:
         bench = Bench(weights, model, budget, int(slots), prompts, machine, seed)
         groups = [[RESIDENT]] if budget == "high" else []
         for group in (*groups, [name for name in SYSTEMS if name != RESIDENT]):
-            contenders, refused = bench.contenders(group)
-            rows += [*refused, *bench.rows(contenders, bench.repeats)]
+            rows += bench.group_rows(group)
         if budget == "high":
             rows += [row | {"by": "part"} for row in bench.rows(bench.parts(), 1)]
             rows += [row | {"by": "precision"} for row in bench.rows(bench.spoilt(), 1)]
@@ -145,15 +144,18 @@ class Bench:
     def repeats(self) -> int:
         return LARGE_REPEATS if routing.family(self.model) in NEW_TOKENS else REPEATS
 
-    def contenders(self, names: Sequence[str]) -> tuple[dict[str, Contender], jobs.Rows]:
-        """Those of these systems that this machine holds, and a row for each of the others that says why not."""
+    def group_rows(self, names: Sequence[str]) -> jobs.Rows:
+        """Rows of those of these systems that this machine holds, and one for each of the others that says why not.
+
+        Their engines end with the call: the next ones need their memory.
+        """
         found, refused = {}, []
         for name in names:
             try:
                 found[name] = self.contender(name)
             except UserError as error:
                 refused.append(refused_row(name, self.budget, error))
-        return found, refused
+        return [*refused, *self.rows(found, self.repeats)]
 
     def contender(self, name: str) -> Contender:
         mode, policy, transport = SYSTEMS[name]

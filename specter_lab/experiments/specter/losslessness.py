@@ -130,10 +130,8 @@ def measure_sampled(
     draft = with_vocabulary(with_experts(whole, routing.quantized(question, quantizer, CACHE).banks), vocabulary)
     prompt = torch.randint(VOCABULARY, (PROMPT,), generator=torch.Generator().manual_seed(seed))
     laws = [continuation_law(m, prompt, CONTINUATION, temperature) for m in (target, draft)]
-    counts, seeds = (
-        np.zeros(VOCABULARY**CONTINUATION, dtype=int),
-        Random(repr((model, seed, rule, quantizer, temperature))),
-    )
+    counts = np.zeros(VOCABULARY**CONTINUATION, dtype=int)
+    seeds = Random(repr((question.source.name, seed, rule, quantizer, temperature)))
     for start in range(0, samples, BATCH):
         decoded = speculative_decode(
             target, draft, prompt.expand(min(BATCH, samples - start), -1), new_tokens=CONTINUATION, depth=WINDOW,

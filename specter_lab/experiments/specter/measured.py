@@ -11,6 +11,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from specter_lab.experiments.results import Result
+from specter_lab.experiments.specter.engine_batch import BATCH
 from specter_lab.experiments.specter.engine_runs import ALL_SETS, NO_PREFETCH, PARTS
 
 SETTING = ["model", "budget", "item"]
@@ -99,7 +100,7 @@ def batches(rows: pd.DataFrame) -> pd.DataFrame:
     columns = {"measured_request_tpot_ms": "TPOT, a request's clock, ms", "measured_batch_tpot_ms": "TPOT, the batch's clock, ms",
                "measured_tokens_per_s": "tokens/s", "measured_end_to_end_tokens_per_s": "tokens/s with prompts", "distinct_per_pass": "distinct per pass, all layers",
                "hit_rate": "hit rate", "link_mb_per_token": "MB/token"}  # fmt: skip
-    found = rows[rows["by"] == "batch"].astype({"batch": int}).set_index(["model", "item", "batch"])
+    found = rows[rows["by"] == BATCH].astype({"batch": int}).set_index(["model", "item", "batch"])
     return found[list(columns)].rename(columns=columns)
 
 
