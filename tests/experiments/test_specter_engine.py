@@ -61,12 +61,12 @@ def test_every_system_has_its_rows(rows):
     assert (lru["tokens_per_round"] == 1).all() and (lru["read_through_mb_per_token"] == 0).all()
     assert (systems.loc[systems["item"] == "specmoeoff", "tokens_per_round"] > 1).all()
     equal = systems.groupby(["item", "budget", "prompt_set"])["n_tokens"].nunique()
-    assert (equal.drop(engine_runs.ONLINE, level="item") == 1).all()  # repeats decode the same tokens
+    assert (equal.drop([*engine_runs.ONLINE_DEPTH], level="item") == 1).all()  # repeats decode the same tokens
 
 
 def test_the_simulator_runs_the_same_rounds(rows):
     simulated = rows["simulated_ms_per_token"].dropna()
-    assert len(simulated) == 2 * 21 + 5 + 4 and (simulated > 0).all()
+    assert len(simulated) == 2 * (2 * len(engine_runs.SYSTEMS) - 1) + 5 + 4 and (simulated > 0).all()
 
 
 def test_claims_and_figure(rows):
@@ -75,8 +75,15 @@ def test_claims_and_figure(rows):
     assert found["specter-engine/draft-step"].value == 1.5 and found["specter-engine/over-accelerate"].value > 0
     assert found["specter-engine/over-llama-cpp"].value is None
     assert 0 < found["specter-engine/compute-share"].value < 1
-    assert len(limits(rows)) == 2 * 10
+    assert len(limits(rows)) == 2 * (len(engine_runs.SYSTEMS) - 1)
     assert len(engine.plot(rows).axes) == 2
+
+
+@pytest.mark.parametrize("refused", [engine_runs.RESIDENT, engine_runs.ALL_IDEAS])
+def test_claims_and_figure_where_a_system_was_refused(rows, refused):
+    left = rows[rows["item"] != refused]
+    assert {measured.id for measured in engine.claims(left)} == {measured.id for measured in engine.claims(rows)}
+    assert engine.plot(left).axes
 
 
 def test_batches(rows):

@@ -21,14 +21,12 @@ from specter_lab.experiments.specter.engine_figure import plot
 from specter_lab.experiments.specter.engine_machine import DRAFT_STEP
 from specter_lab.experiments.specter.engine_runs import (
     ALL_SETS,
-    BASELINES,
     ONLINE,
-    RESIDENT,
     SHARED,
     exact_rows,
     system_rows,
 )
-from specter_lab.experiments.specter.engine_tables import CLOSE, limits, medians
+from specter_lab.experiments.specter.engine_tables import CLOSE, fastest_systems, limits, medians
 from specter_lab.experiments.specter.peer_llama import LLAMA
 from specter_lab.experiments.specter.peers import ACCELERATE, peer_rows
 from specter_lab.models.load import resolve
@@ -121,13 +119,12 @@ def _speedups(rows: pd.DataFrame) -> list[Measured]:
         found.append(
             Measured(f"specter-engine/over-demand-loading@{system}", float(ratio.mean()), n=len(ratio), note=note)
         )
-    best = ms.drop(columns=[name for name in ms if name == RESIDENT or name in BASELINES])
+    fastest = fastest_systems(rows)
+    best = pd.Series({cell: ms.at[cell, fastest[cell[:2]]] for cell in ms.index})
+    who = ", ".join(f"{model} {budget} {name}" for (model, budget), name in fastest.items())
     for claim, system in (("demand-loading", "lru"), ("paper-mode", "specter")):
-        ratio = ms[system] / best.min(axis=1)
-        who = best.idxmin(axis=1).value_counts()
-        note = f"{len(ratio)} cells, {ratio.min():.2f} to {ratio.max():.2f}; fastest: " + ", ".join(
-            f"{name} in {count}" for name, count in who.items()
-        )
+        ratio = ms[system] / best
+        note = f"{len(ratio)} cells, {ratio.min():.2f} to {ratio.max():.2f}; fastest: {who}"
         found.append(Measured(f"specter-engine/best-over-{claim}", float(ratio.mean()), n=len(ratio), note=note))
     found += _peers(rows)
     worst = (ms[[ONLINE, "specter-fast"]].min(axis=1) / ms["specter"]).groupby(["model", "budget"]).mean()
@@ -139,7 +136,8 @@ def _speedups(rows: pd.DataFrame) -> list[Measured]:
 def _peers(rows: pd.DataFrame) -> list[Measured]:
     """Accelerate over fast mode, and llama.cpp over the best system of this engine that offloads."""
     ms = medians(rows, "measured_ms_per_token").xs((ALL_SETS, "high"), level=("prompt_set", "budget"))
-    best = ms.drop(columns=RESIDENT).min(axis=1)
+    fastest = fastest_systems(rows).xs("high", level="budget")
+    best = pd.Series({model: ms.at[model, name] for model, name in fastest.items()})
     found = []
     for claim, item, ours in (("over-accelerate", ACCELERATE, ms[ONLINE]), ("over-llama-cpp", LLAMA, best)):
         peers = rows[(rows["by"] == "peer") & (rows["item"] == item)]

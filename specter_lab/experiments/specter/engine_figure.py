@@ -63,7 +63,7 @@ def _systems(axis: Axes, rows: pd.DataFrame, table: pd.DataFrame) -> None:
 
 def _simulator(axis: Axes, table: pd.DataFrame) -> None:
     markers = dict(zip(dict.fromkeys(table["model"]), "osD^"))
-    colors = dict(zip(dict.fromkeys(table["item"]), sns.color_palette("colorblind", table["item"].nunique())))
+    colors = dict(zip(dict.fromkeys(table["item"]), sns.color_palette("tab20", table["item"].nunique())))
     ends = np.array(
         [
             table[["measured_ms", "simulated_ms"]].min().min() * 0.8,

@@ -37,13 +37,16 @@ NEW_TOKENS = {"phi": 12}  # its experts are nine times as large; others USUAL_TO
 USUAL_TOKENS, EXACT_TOKENS = 24, 512
 LARGE_REPEATS = 1  # of models named in NEW_TOKENS
 RESIDENT, ONLINE, SHARED = "all-resident", "specter-fast, online depth", "specter-shared"
+ALL_IDEAS = "specter-shared, residual transport, online depth"
 SYSTEMS = {  # name -> mode, policy, transport
     RESIDENT: ("fast", "specter-fast", WHOLE), "specter-fast": ("fast", "specter-fast", WHOLE),
     ONLINE: ("fast", "specter-fast", WHOLE), "specter-fast, residual transport": ("fast", "specter-fast", RESIDUAL),
     SHARED: ("shared", "specter-shared", WHOLE), "lru-shared": ("shared", "lru-shared", WHOLE),
-    "specter-shared, residual transport": ("shared", "specter-shared", RESIDUAL), "specter": ("paper", "specter", WHOLE),
+    "specter-shared, residual transport": ("shared", "specter-shared", RESIDUAL),
+    ALL_IDEAS: ("shared", "specter-shared", RESIDUAL), "specter": ("paper", "specter", WHOLE),
     "specmoeoff": ("paper", "specmoeoff", WHOLE), "lru": ("paper", "lru", WHOLE), "lru-s": ("paper", "lru-s", WHOLE),
 }  # fmt: skip
+ONLINE_DEPTH = (ONLINE, ALL_IDEAS)
 BASELINES = ("specmoeoff", "lru", "lru-s", "lru-shared")
 PARTS = {  # what is left of paper mode -> its parts; SEE is the engine's kernels, and stays
     "paper mode": frozenset({"SIC", "PIO"}), "without PIO": frozenset({"SIC"}), "without SIC": frozenset({"PIO"}),
@@ -163,7 +166,7 @@ class Bench:
         contender = self._of(mode, find_policy(policy), slots, transport)
         if name == RESIDENT:
             contender.engine.fill_slots()
-        return replace(contender, depth=None) if name == ONLINE else contender
+        return replace(contender, depth=None) if name in ONLINE_DEPTH else contender
 
     def parts(self) -> dict[str, Contender]:
         """Paper mode without some of its parts, and fast mode without prefetch, over whatever experts come first."""
