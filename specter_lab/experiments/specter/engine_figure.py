@@ -17,6 +17,7 @@ from specter_lab.experiments.specter.engine_tables import CLOSE, limits, medians
 
 def plot(rows: pd.DataFrame) -> Figure:
     """a: ms per token of every system beside what limits it, per model; b: simulated against measured."""
+    rows = rows[rows["by"] == "system"]
     models = list(dict.fromkeys(rows["model"]))
     figure, axes = plt.subplots(
         1, len(models) + 1, figsize=(2.2 + 4.2 * len(models) + 4.2, 4.6), width_ratios=[*[1.25] * len(models), 1], constrained_layout=True
