@@ -18,6 +18,7 @@ from specter_lab.engine.experts import ExpertMemory
 from specter_lab.plan.serve import sooner_by_cpu
 
 NEW_SHARE = 0.1  # of the latest time in the running mean
+PATIENCE = 32  # times in a row that a mean keeps the cores out before it is forgotten: a spoilt one would never be measured again
 
 
 @dataclass
@@ -28,6 +29,7 @@ class HostExperts:
     alone_ms: float  # one expert of one token, timed when the model was loaded
     expert_ms: float  # one expert in the pass that came last, running mean
     means_ms: dict[int, float] = field(default_factory=dict)  # the running means, by tokens of a pass
+    _kept_out: dict[int, int] = field(default_factory=dict)  # times in a row, by tokens of a pass
     _rooms: dict[tuple, Room] = field(default_factory=dict)  # by place and tokens that have room
 
     def share(self, missing: np.ndarray, tokens: int) -> np.ndarray:
@@ -35,8 +37,12 @@ class HostExperts:
         clock = self.memory.clock()
         mean_ms = self.means_ms.setdefault(tokens, self.alone_ms)
         chosen = sooner_by_cpu(len(missing), clock.link_free_ms - clock.now_ms, clock.copy_ms, mean_ms)
-        if len(missing) and not chosen.any():  # a mean that keeps the cores out is not measured again: it fades
-            self.means_ms[tokens] *= 1 - NEW_SHARE
+        if chosen.any():
+            self._kept_out[tokens] = 0
+        elif len(missing):
+            self._kept_out[tokens] = self._kept_out.get(tokens, 0) + 1
+            if self._kept_out[tokens] == PATIENCE:
+                self.means_ms[tokens], self._kept_out[tokens] = self.alone_ms, 0
         return chosen
 
     def compute(
@@ -109,13 +115,13 @@ def _hand_over(rows: Tensor, pairs: Tensor, parts: Tensor) -> None:
 
 
 def new_host_experts(memory: ExpertMemory) -> HostExperts:
-    """For the misses of `memory`; times one token's experts, the second time after its code was compiled."""
+    """For the misses of `memory`; times one expert of one token, the second time after its code was compiled."""
     host, top_k, hidden = HostExperts(memory, 0.0, 0.0), memory.shape.top_k, memory.shape.hidden
-    experts = np.arange(top_k)
+    used = np.arange(top_k)[None]
     for layer in (0, len(memory.host) - 1):
         host.means_ms.clear()
         host.compute(
-            layer, experts, torch.zeros(1, hidden), experts[None], torch.ones(1, top_k), torch.empty(1, top_k, hidden)
+            layer, used[0, :1], torch.zeros(1, hidden), used, torch.ones(1, top_k), torch.empty(1, top_k, hidden)
         )
     host.alone_ms = host.expert_ms
     return host

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import torch
 
-ROWS = 64  # weight rows that one thread computes at a time
+ROWS = 8  # weight rows that are dealt out together: few enough that one expert alone keeps 16 cores equally busy
 
 # Numba's threads and torch's are of one OpenMP: when the former start, the latter become as many.
 _threads = torch.get_num_threads()

@@ -184,9 +184,9 @@ class OnDemand:
                 break
             memory.settled()
             memory.after_compute()  # whoever was computed may be overwritten
-        if len(own):  # last, for nothing above waits: the device has its work meanwhile
-            self.host.compute(layer, own, staged.x, used, staged.weights, parts)
         memory.load(self.prefetcher.verifying(layer, counts, memory.clock()))
+        if len(own):  # last, for nothing above waits: device and link have their work meanwhile
+            self.host.compute(layer, own, staged.x, used, staged.weights, parts)
 
     def _staging(self, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:
         """Passes come one after the other, so those of about as many tokens share what lies in pinned memory."""

@@ -60,16 +60,17 @@ def run(context: Context) -> pd.DataFrame:
         jobs.Job(
             f"{model}: {what}",
             function,
-            {"model": model, "digest": routing.inputs_digest(model), "seed": context.seed},
+            {"model": model, "digest": routing.inputs_digest(model), "seed": context.seed, **more},
             cost,
             alone=True,
         )
         for model in _present(context)
-        for what, function, cost in (
-            ("same tokens", exact_rows, 1.0),
-            ("systems", system_rows, 9.0),
-            ("batches", batch_rows, 3.0),
-            ("peers", peer_rows, 2.0),
+        for what, function, more, cost in (
+            ("same tokens", exact_rows, {}, 1.0),
+            ("systems, high budget", system_rows, {"budget": "high"}, 5.0),
+            ("systems, low budget", system_rows, {"budget": "low"}, 4.0),
+            ("batches", batch_rows, {}, 3.0),
+            ("peers", peer_rows, {}, 2.0),
         )
     ]
     return pd.DataFrame(jobs.run(context, work))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specter_lab.engine.api import engine_for
 from specter_lab.engine.decode import Meter
-from specter_lab.engine.weights import Weights, load_weights
+from specter_lab.engine.weights import Weights
 from specter_lab.errors import UserError
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Measured
@@ -27,10 +27,10 @@ from specter_lab.experiments.specter.engine_runs import (
     USUAL_TOKENS,
     named,
     refused_row,
+    wide_weights,
 )
 from specter_lab.experiments.specter.setting import BUDGETS, slots_of
 from specter_lab.measure.prompts import PROMPT_SETS, select, tokenize
-from specter_lab.models.zoo.shapes import SHAPES
 from specter_lab.plan.policy import Scene
 
 BATCHES = (1, 4, 16, 32)
@@ -43,7 +43,7 @@ REQUEST_CLOCK, BATCH_CLOCK, THROUGHPUT = "measured_request_tpot_ms", "measured_b
 
 def batch_rows(model: str, digest: str, seed: int) -> jobs.Rows:
     """Every system at every batch, at the high budget. `digest` names what is read in the cache key."""
-    weights = load_weights(model, widen_to=SHAPES[model].original if model in SHAPES else None)
+    weights = wide_weights(model)
     slots = int(slots_of(model, routing.family(model))["high"])
     prompts = mixed_prompts(weights, max(BATCHES), seed)
     rows: jobs.Rows = []

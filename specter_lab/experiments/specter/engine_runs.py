@@ -7,10 +7,11 @@ models repeat themselves greedily, which flatters a cache.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ DRAWN = ("specter", "specter-fast", SHARED)  # systems of which one round is kep
 DRAWN_ROUND = 3  # the first ones fill the slots
 ALL_SETS = "all"
 REFUSED = "refused"  # rows about systems that were not run
+_WIDE: dict[str, Weights] = {}
 EXACT = {"fast": (4, 8), "paper": (6, 5)}  # mode -> slots per layer, depth
 
 
@@ -83,20 +85,40 @@ def exact_rows(model: str, digest: str, seed: int) -> jobs.Rows:
     return [named(model) | row for row in rows]
 
 
-def system_rows(model: str, digest: str, seed: int) -> jobs.Rows:
-    """Passes, systems at every budget, and at the high one their parts, spoilt plans and one round of some."""
-    weights = load_weights(model, widen_to=SHAPES[model].original if model in SHAPES else None)
-    prompts, machine = _prompts(weights, seed), measure_machine(weights, model)
-    family, rows = routing.family(model), machine.rows()
-    for budget, slots in slots_of(model, family).items():
-        bench = Bench(weights, model, budget, int(slots), prompts, machine, seed)
-        groups = [[RESIDENT]] if budget == "high" else []
-        for group in (*groups, [name for name in SYSTEMS if name != RESIDENT]):
-            rows += bench.group_rows(group)
-        if budget == "high":
-            rows += [row | {"by": "part"} for row in bench.rows(bench.parts(), 1)]
-            rows += [row | {"by": "precision"} for row in bench.rows(bench.spoilt(), 1)]
+def system_rows(model: str, digest: str, seed: int, budget: str) -> jobs.Rows:
+    """Systems at one budget, and at the high one the passes, systems' parts, spoilt plans and one round of some."""
+    weights, machine = wide_weights(model), _machine(model)
+    slots = slots_of(model, routing.family(model))[budget]
+    bench = Bench(weights, model, budget, int(slots), _prompts(weights, seed), machine, seed)
+    if budget == "high":
+        rows = [*machine.rows(), *bench.group_rows([RESIDENT])]
+    else:
+        rows = []
+    rows += bench.group_rows([name for name in SYSTEMS if name != RESIDENT])
+    if budget == "high":
+        rows += [row | {"by": "part"} for row in bench.rows(bench.parts(), 1)]
+        rows += [row | {"by": "precision"} for row in bench.rows(bench.spoilt(), 1)]
     return [named(model) | row for row in rows]
+
+
+def wide_weights(model: str) -> Weights:
+    """A model at its original's sizes, kept for the next job of this process: they follow each other model by model."""
+    if model not in _WIDE:
+        forget_weights()
+        _WIDE[model] = load_weights(model, widen_to=SHAPES[model].original if model in SHAPES else None)
+    return _WIDE[model]
+
+
+def forget_weights() -> None:
+    """Make room: two models of such sizes may not fit this machine."""
+    _WIDE.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@cache
+def _machine(model: str) -> Machine:
+    return measure_machine(wide_weights(model), model)
 
 
 def named(model: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from specter_lab import paths
 from specter_lab.experiments import jobs
 from specter_lab.experiments.installed import NOT_INSTALLED, NotRun, found, or_why, output_of
 from specter_lab.experiments.specter import peer_llama, routing
+from specter_lab.experiments.specter.engine_runs import forget_weights
 from specter_lab.experiments.specter.setting import BUDGETS, priced_as, slots_of
 from specter_lab.models.anatomy import Anatomy
 from specter_lab.models.load import shown_name
@@ -38,6 +39,7 @@ TIMEOUT_S = 900
 def peer_rows(model: str, digest: str, seed: int) -> jobs.Rows:
     """One row per peer: milliseconds per token of the original's sizes with as much on the GPU as Specter holds at the high
     budget, or why it was not run. `digest` and `seed` belong to every job's key."""
+    forget_weights()
     anatomy, family = priced_as(model), routing.family(model)
     slots = int(slots_of(model, family)["high"])
     scene = Scene(StepCosts(anatomy, read_profile(PAPERS_GPU)), slots, BUDGETS[family].depth)
