@@ -15,6 +15,7 @@ and, where other programs want the rows in a form of their own,
 from __future__ import annotations
 
 import math
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from specter_lab import paths
@@ -34,6 +35,7 @@ class Context:
     models: tuple[str, ...]  # zoo names, folders or hub ids
     fresh: bool  # compute the rows again even if the cache has them; quantised models are kept
     runner: str = "local"  # where rows are computed (experiments/jobs.py); changes no value
+    shared: Executor | None = None  # processes that several experiments share; None: the local runner starts its own
 
     @property
     def folder_name(self) -> str:

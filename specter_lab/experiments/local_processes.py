@@ -1,4 +1,4 @@
-"""The runner that needs nothing: one process per core of this machine."""
+"""The runner that needs nothing: one process per core of this machine, for one experiment or for several side by side."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from queue import SimpleQueue
 
 import psutil
 import torch
@@ -29,30 +30,100 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 def worker_count(context: Context, jobs: Sequence[Job]) -> int:
     """Processes to use: one per core, as far as host memory and, beyond the cpu tier, GPU memory go."""
     models = {job.arguments["model"] for job in jobs if "model" in job.arguments}
+    return min(process_count(context.tier, models), len(jobs))
+
+
+def process_count(tier: str, models: Collection[str]) -> int:
+    """Processes that hold one of these models each: at least one."""
     weights = COPIES * max((weight_bytes(resolve(model)) for model in models), default=0)
     held = psutil.virtual_memory().available // (WORKER_BYTES + weights)
-    if context.tier != "cpu" and torch.cuda.is_available():
+    if tier != "cpu" and torch.cuda.is_available():
         held = min(held, torch.cuda.mem_get_info()[0] // (GPU_WORKER_BYTES + weights))
-    return max(1, min(len(os.sched_getaffinity(0)), held, len(jobs)))
+    return max(1, min(len(os.sched_getaffinity(0)), held))
 
 
 def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
     """Outcomes as they come. However it ends, Ctrl-C and closing included, no process is left behind."""
+    if context.shared is not None:
+        yield from _outcomes(context.shared, jobs)
+        return
     workers = 1 if any(job.alone for job in jobs) else worker_count(context, jobs)
     with _started_with(QUIET | (ONE_THREAD if workers > 1 else {})), _processes(workers) as pool:
-        with _ctrl_c_ignored():  # workers start here, and inherit it
-            numbers = {pool.submit(timed, job.function, dict(job.arguments)): i for i, job in enumerate(jobs)}
-        for future in as_completed(numbers):
+        yield from _outcomes(pool, jobs)
+
+
+def _outcomes(pool: Executor, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
+    with _ctrl_c_ignored():  # workers start here, and inherit it
+        numbers = {pool.submit(timed, job.function, dict(job.arguments)): i for i, job in enumerate(jobs)}
+    done: SimpleQueue[Future] = SimpleQueue()
+    for future in numbers:
+        future.add_done_callback(done.put)  # `as_completed` would not hear of those that a pool cancels at its end
+    try:
+        for _ in numbers:
+            future = done.get()
             yield numbers[future], partial(_outcome, future)
+    finally:
+        for future in numbers:
+            future.cancel()  # whoever stops listening wants no more of them; a pool that is shared goes on
+
+
+class SharedProcesses(Executor):
+    """Processes that take what several experiments submit, oldest first.
+
+    When one is killed, all that was submitted is lost; what is submitted next gets new ones.
+    """
+
+    def __init__(self, count: int, pools: ExitStack) -> None:
+        self._count, self._pools, self._open = count, pools, True
+        self._changed, self._unfinished = threading.Condition(), 0
+        self._pool = self._new()
+
+    def submit(self, function: Callable, /, *args, **kwargs) -> Future:
+        with self._changed:
+            try:
+                future = self._pool.submit(function, *args, **kwargs)
+            except BrokenProcessPool:
+                if not self._open:
+                    raise
+                self._pool = self._new()
+                future = self._pool.submit(function, *args, **kwargs)
+            self._unfinished += 1
+        future.add_done_callback(self._one_less)
+        return future
+
+    def wait_for_room(self) -> None:
+        """Return when nothing that was submitted waits for a process, or all is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unfinished <= self._count or not self._open)
+
+    def close(self) -> None:
+        """No new processes from now on."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+
+    def _one_less(self, _future: Future) -> None:
+        with self._changed:
+            self._unfinished -= 1
+            self._changed.notify_all()
+
+    def _new(self) -> ProcessPoolExecutor:
+        pool = self._pools.enter_context(_processes(self._count))
+        with _ctrl_c_ignored():
+            for _ in range(self._count):
+                pool.submit(os.getpid)  # they start here, and inherit it
+        return pool
 
 
 @contextmanager
-def process_beside() -> Iterator[Executor]:
-    """One process for what can be done while others compute; it and its children have one thread each."""
-    with _processes(1) as pool:
-        with _started_with(ONE_THREAD), _ctrl_c_ignored():
-            pool.submit(os.getpid)  # it starts here, and inherits both
-        yield pool
+def shared_processes(count: int) -> Iterator[SharedProcesses]:
+    """Processes for work of several experiments, jobs and notebooks; none is left behind. One thread each if there are several."""
+    with _started_with(QUIET | (ONE_THREAD if count > 1 else {})), ExitStack() as pools:
+        shared = SharedProcesses(count, pools)
+        try:
+            yield shared
+        finally:
+            shared.close()
 
 
 @contextmanager
@@ -73,7 +144,7 @@ def _processes(count: int) -> Iterator[ProcessPoolExecutor]:
 def _outcome(future: Future) -> tuple[Rows, float]:
     try:
         return future.result()
-    except BrokenProcessPool as error:
+    except (BrokenProcessPool, CancelledError) as error:
         raise WorkerLost from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def describe(context: Context, inputs: Mapping[str, str], wall_s: float) -> dict
         "command": _command(context),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_s": round(wall_s, 1),
-        "peak_process_gib": round(max(getrusage(who).ru_maxrss for who in (RUSAGE_SELF, RUSAGE_CHILDREN)) / 2**20, 2),
+        "peak_process_gib": round(_peak_process_kib() / 2**20, 2),
         "question": question_digest(context, inputs),
         "code_sha256": code_digest(context.experiment),
         **_version(),
@@ -101,6 +102,18 @@ def _command(context: Context) -> str:
     if context.folder_name != context.tier:
         words += ["--models", *map(shown_name, context.models)]
     return shlex.join(words)
+
+
+def _peak_process_kib() -> int:
+    """The most memory that one process has held: this one, those that ended, or those that live on for the next experiment."""
+    peaks = [getrusage(who).ru_maxrss for who in (RUSAGE_SELF, RUSAGE_CHILDREN)]
+    for process in psutil.Process().children(recursive=True):
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+        except OSError:  # ended meanwhile, or a system that does not say
+            continue
+        peaks += map(int, re.findall(r"VmHWM:\s+(\d+) kB", status))
+    return max(peaks)
 
 
 def _machine() -> dict:

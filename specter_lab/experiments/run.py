@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
+
+import pandas as pd
 
 from specter_lab import paths
 from specter_lab.errors import UserError
@@ -15,6 +20,16 @@ from specter_lab.experiments.provenance import describe, gpu_name, question_dige
 from specter_lab.experiments.registry import DEFAULT_MODELS, TIERS, check_tier, find
 from specter_lab.experiments.results import Result
 from specter_lab.models.load import shown_name
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Rows of one question, not judged yet."""
+
+    context: Context
+    inputs: Mapping[str, str]  # what was read, name -> sha256
+    rows: pd.DataFrame
+    wall_s: float
 
 
 def run(
@@ -42,18 +57,39 @@ def run(
     context = context_for(experiment, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner)
     if tier == "gpu" and not models:  # before anything else that may be missing: without a GPU it would not help
         need_gpu(context)
-    module = import_module(find(experiment).module)
-    inputs = module.inputs(context) | {"claims": claims_digest(context.experiment)}
+    return answer(measure(context))
+
+
+def measure(context: Context) -> Result | Measurement:
+    """The rows of a question, or your result where you have one; may run beside others, in any thread.
+
+    Raises:
+        UserError: as `run`.
+    """
+    inputs = module_of(context.experiment).inputs(context) | {"claims": claims_digest(context.experiment)}
     mine = results.read(context.experiment, context.folder_name, paths.RESULTS)
-    if mine and not fresh and mine.provenance.get("question") == question_digest(context, inputs):
+    if mine and not context.fresh and mine.provenance.get("question") == question_digest(context, inputs):
         return mine
     start = time.monotonic()
-    rows = module.run(context)
-    setting = Setting(tier, own_models=context.folder_name != tier, gpu=gpu_name())
+    rows = module_of(context.experiment).run(context)
+    return Measurement(context, inputs, rows, time.monotonic() - start)
+
+
+def answer(found: Result | Measurement) -> Result:
+    """The written result of what was measured: judged and drawn here, in the main thread, as figures have to be."""
+    if isinstance(found, Result):
+        return found
+    context, rows, module = found.context, found.rows, module_of(found.context.experiment)
+    setting = Setting(context.tier, own_models=context.folder_name != context.tier, gpu=gpu_name())
     verdicts = judge_all(context.experiment, module.claims(rows), setting)
-    provenance = describe(context, inputs, wall_s=time.monotonic() - start)
+    provenance = describe(context, found.inputs, wall_s=found.wall_s)
     extra = module.files(rows) if hasattr(module, "files") else {}
     return results.write(context.experiment, context.folder_name, rows, verdicts, module.plot(rows), provenance, extra)
+
+
+def module_of(experiment: str) -> ModuleType:
+    """What defines an experiment; see `experiments.context`."""
+    return import_module(find(experiment).module)
 
 
 def load_or_run(
@@ -77,7 +113,14 @@ def load_or_run(
 
 
 def context_for(
-    experiment: str, *, tier: str, seed: int, fresh: bool = False, models: Sequence[str] = (), runner: str = "local"
+    experiment: str,
+    *,
+    tier: str,
+    seed: int,
+    fresh: bool = False,
+    models: Sequence[str] = (),
+    runner: str = "local",
+    shared: Executor | None = None,
 ) -> Context:
     """The context of a run. Raises UserError for an unknown experiment or tier, or a seed that is none."""
     row = find(experiment)
@@ -88,4 +131,4 @@ def context_for(
     names = [shown_name(model) for model in models]
     if len(set(names)) < len(names):
         raise UserError(f"two of the models are called '{max(names, key=names.count)}': rename one of the folders")
-    return Context(row.id, tier, seed, tuple(models) or DEFAULT_MODELS[tier], fresh, runner)
+    return Context(row.id, tier, seed, tuple(models) or DEFAULT_MODELS[tier], fresh, runner, shared)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import ast
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
+
+from tqdm.auto import tqdm
 
 from specter_lab import paths
 from specter_lab.errors import UserError
 from specter_lab.experiments import results
 from specter_lab.experiments.compare import comparison
-from specter_lab.experiments.local_processes import process_beside
-from specter_lab.experiments.registry import TIMED, find, find_lab
+from specter_lab.experiments.local_processes import SharedProcesses, process_count, shared_processes
+from specter_lab.experiments.registry import DEFAULT_MODELS, TIMED, find, find_lab
 from specter_lab.experiments.results import Result
-from specter_lab.experiments.run import run
+from specter_lab.experiments.run import Measurement, answer, context_for, measure, module_of, run
 
 NOTEBOOKS = paths.ROOT / "notebooks"
 KERNEL_START_S = 600  # seconds are usual; a machine at work may take minutes
@@ -41,7 +45,7 @@ def reproduce(
     Raises:
         UserError: whatever the run or a notebook cell says the user can put right.
     """
-    result = _answered(name, tier, seed, fresh, models, runner)
+    result = _written(run(name, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner))
     with TemporaryDirectory() as folder:
         return _completed(result, *_execute_timed(*_notebook_of(result, seed, models), Path(folder)))
 
@@ -55,36 +59,74 @@ def reproduce_each(
     models: Sequence[str] = (),
     runner: str = "local",
 ) -> Iterator[tuple[str, Result | UserError]]:
-    """`reproduce` several experiments: each id with its result, or with what the user can put right.
+    """`reproduce` several experiments, each once: its id with its result, or with what the user can put right.
 
-    On the cpu tier the notebook of one is executed while the next one computes. Nothing runs beside an experiment that
-    measures times, nor beside its notebook.
+    On the cpu tier of this machine all cores are kept at work: rows of the next experiment and notebooks of the last ones
+    are computed while an experiment's last rows are. Those that measure times come afterwards, and nothing runs beside
+    them, nor beside their notebooks.
 
     Raises:
         UserError: one of the names is unknown.
     """
     how = {"tier": tier, "seed": seed, "fresh": fresh, "models": models, "runner": runner}
-    behind: list[tuple[Result, Future]] = []
+    ids = list(dict.fromkeys(find(name).id for name in names))
+    beside = [name for name in ids if name not in TIMED] if tier == "cpu" and runner == "local" else []
+    if beside:
+        count = process_count(tier, models or DEFAULT_MODELS[tier])
+        with ThreadPoolExecutor(2) as threads, shared_processes(count) as processes:
+            try:
+                for name in beside:
+                    module_of(name)  # imported here, not by two threads at once
+                rows = {name: threads.submit(_measured, name, processes, how) for name in beside}
+                outcomes = ((name, _or_mistake(partial(_judged, measured))) for name, measured in rows.items())
+                yield from _with_notebooks(outcomes, processes, seed, models)
+            finally:  # what has not begun never does; then the processes end, and with them what has
+                threads.shutdown(wait=False, cancel_futures=True)
+    for name in ids:
+        if name not in beside:
+            yield name, _or_mistake(partial(reproduce, name, **how))
 
-    def finish() -> Iterator[tuple[str, Result | UserError]]:
-        while behind:
-            result, notebook = behind.pop()
-            yield result.experiment, _or_mistake(lambda: _completed(result, *notebook.result()))
 
-    with TemporaryDirectory() as folder, process_beside() as beside:
-        for name in [find(name).id for name in names]:
-            if tier != "cpu" or name in TIMED:
-                yield from finish()
-                yield name, _or_mistake(partial(reproduce, name, **how))
-                continue
-            result = _or_mistake(partial(_answered, name, **how))
-            yield from finish()
-            if isinstance(result, UserError):
-                yield name, result
-            else:
-                work = (*_notebook_of(result, seed, models), Path(folder))
-                behind.append((result, beside.submit(_execute_timed, *work)))
-        yield from finish()
+def _measured(name: str, processes: SharedProcesses, how: Mapping) -> Result | Measurement:
+    """Begins when the experiments before it have no row left that waits for a process; so two are under way at the most."""
+    processes.wait_for_room()
+    return measure(context_for(name, shared=processes, **how))
+
+
+def _judged(measured: Future) -> Result:
+    return _written(answer(measured.result()))
+
+
+def _with_notebooks(
+    outcomes: Iterable[tuple[str, Result | UserError]], processes: Executor, seed: int, models: Sequence[str]
+) -> Iterator[tuple[str, Result | UserError]]:
+    """The same, in order, every result with its notebook, which is executed while the next ones come."""
+    waiting: deque[tuple[str, Result | UserError, Future | None]] = deque()
+
+    def next_one() -> tuple[str, Result | UserError]:
+        name, outcome, notebook = waiting.popleft()
+        return name, outcome if notebook is None else _or_mistake(lambda: _completed(outcome, *_executed(notebook)))
+
+    with TemporaryDirectory() as folder:
+        for name, outcome in outcomes:
+            notebook = None
+            if isinstance(outcome, Result):
+                notebook = processes.submit(_execute_timed, *_notebook_of(outcome, seed, models), Path(folder))
+            waiting.append((name, outcome, notebook))
+            while waiting and (waiting[0][2] is None or waiting[0][2].done()):
+                yield next_one()
+        while waiting:
+            yield next_one()
+
+
+def _executed(notebook: Future) -> tuple[Path, float]:
+    try:
+        return notebook.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "the process that executed its notebook was killed, or one beside it, most likely for lack of memory: "
+            "close other programs and run the same command again, finished rows are kept"
+        ) from error
 
 
 def _or_mistake(work: Callable[[], Result]) -> Result | UserError:
@@ -94,10 +136,9 @@ def _or_mistake(work: Callable[[], Result]) -> Result | UserError:
         return error
 
 
-def _answered(name: str, tier: str, seed: int, fresh: bool, models: Sequence[str], runner: str) -> Result:
-    """The result of the run; where it lies is said at once."""
-    result = run(name, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner)
-    print(f"{result.experiment}: rows, claims and figure are in {results.shown(result.folder)}")
+def _written(result: Result) -> Result:
+    """The result; where it lies is said at once."""
+    tqdm.write(f"{result.experiment}: rows, claims and figure are in {results.shown(result.folder)}")
     return result
 
 
@@ -108,16 +149,16 @@ def _notebook_of(result: Result, seed: int, models: Sequence[str]) -> tuple[Path
 
 
 def _execute_timed(notebook: Path, parameters: dict, folder: Path) -> tuple[Path, float]:
-    """The executed copy, in `folder`, and the seconds it took."""
+    """The executed copy, in a folder of its own in `folder`, and the seconds it took."""
     start = time.monotonic()
-    return _execute(notebook, folder, parameters), time.monotonic() - start
+    return _execute(notebook, Path(mkdtemp(dir=folder)), parameters), time.monotonic() - start
 
 
 def _completed(result: Result, executed: Path, seconds: float) -> Result:
     """The result with its notebook; the terminal gets its report."""
     result = results.add_notebook(result, executed)
-    print(f"{result.experiment}: notebook executed in {seconds:.0f} s")
-    print(report(result))
+    tqdm.write(f"{result.experiment}: notebook executed in {seconds:.0f} s")
+    tqdm.write(report(result))
     return result
 
 

@@ -14,4 +14,4 @@ def log(out, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(paths.ROOT))
     toy.register(tmp_path)
     yield tmp_path / "log"
-    del toy.registry.EXPERIMENTS[toy.TOY.id]
+    del toy.registry.EXPERIMENTS[toy.TOY.id], toy.registry.EXPERIMENTS[toy.AGAIN.id]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
 import psutil
@@ -13,13 +14,13 @@ import pytest
 
 from specter_lab import paths
 from specter_lab.errors import UserError
-from specter_lab.experiments import jobs, local_processes
+from specter_lab.experiments import jobs, local_processes, provenance
 from specter_lab.experiments.context import Context
 from tests.experiments import toy
 from tests.experiments.toy import started
 
 CLI = (
-    "import sys; from pathlib import Path; from tests.experiments import toy; toy.register(Path(sys.argv[1]));"
+    "import sys; from pathlib import Path; from tests.experiments import toy; toy.register(Path(sys.argv[1]), alone=True);"
     "from specter_lab.cli import main; sys.exit(main(sys.argv[2:]))"
 )
 
@@ -28,8 +29,8 @@ def context(seed=0, fresh=False):
     return Context(toy.TOY.id, "cpu", seed, (), fresh)
 
 
-def start_cli(tmp_path, **environment):
-    command = [sys.executable, "-c", CLI, str(tmp_path), "reproduce", "toy-squares"]
+def start_cli(tmp_path, chosen="toy-squares", **environment):
+    command = [sys.executable, "-c", CLI, str(tmp_path), "reproduce", chosen]
     return subprocess.Popen(
         command, cwd=paths.ROOT, env={**os.environ, **environment}, start_new_session=True, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -121,12 +122,13 @@ def test_a_killed_run_goes_on_where_it_stopped(log, tmp_path, monkeypatch):
     assert sum(again.values()) == 4 - finished and set(again.values()) == {1}
 
 
+@pytest.mark.parametrize("chosen", ["toy-squares", "all"])
 @pytest.mark.parametrize(
     "number, to_all, name, status",
     [(signal.SIGINT, True, "Ctrl-C", 130), (signal.SIGTERM, False, "SIGTERM", 143)],  # a terminal's, a scheduler's
 )
-def test_being_stopped_says_one_sentence_and_leaves_nothing_behind(log, tmp_path, number, to_all, name, status):
-    run = start_cli(tmp_path, TOY_SLEEP_S="30")
+def test_being_stopped_says_one_sentence_and_leaves_nothing_behind(log, tmp_path, number, to_all, name, status, chosen):
+    run = start_cli(tmp_path, chosen, TOY_SLEEP_S="30")
     wait_until(lambda: started(log), "the first row")
     pids = family(run)
     (os.killpg if to_all else os.kill)(run.pid, number)
@@ -137,19 +139,61 @@ def test_being_stopped_says_one_sentence_and_leaves_nothing_behind(log, tmp_path
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all processes", timeout_s=60)
 
 
-def test_a_failed_run_leaves_the_process_beside_it_alone(log, monkeypatch):
+def test_a_failed_run_leaves_shared_processes_alone(log, monkeypatch):
     monkeypatch.setenv("TOY_FAIL", "0")
-    with local_processes.process_beside() as beside:
+    with local_processes.shared_processes(2) as shared:
         with pytest.raises(UserError, match="^square of 0"):
-            jobs.run(context(), toy.squares(context(), count=1))
-        assert beside.submit(os.getenv, "OMP_NUM_THREADS").result() == "1"
+            jobs.run(replace(context(), shared=shared), toy.squares(context(), count=1))
+        worker = int(log.read_text().split()[1])
+        assert psutil.pid_exists(worker)
+        assert shared.submit(os.getenv, "OMP_NUM_THREADS").result() == "1"
     assert not multiprocessing.active_children()
 
 
-def test_ctrl_c_ends_the_process_beside_a_run():
-    with pytest.raises(KeyboardInterrupt), local_processes.process_beside() as beside:
-        beside.submit(time.sleep, 600)
+def test_an_experiment_begins_when_nothing_waits_for_a_process(tmp_path):
+    with local_processes.shared_processes(1) as shared:
+        shared.wait_for_room()  # nothing was submitted
+        first, second = (shared.submit(touched, str(tmp_path / name)) for name in "ab")
+        shared.wait_for_room()
+        assert first.done() and not second.done()
+        (tmp_path / "b").touch()
+        second.result()
+
+
+def touched(path):
+    """Ends when the file is there, but for `a`, which takes a second."""
+    while not os.path.exists(path) and not path.endswith("a"):
+        time.sleep(0.05)
+
+
+def test_a_killed_process_costs_what_was_submitted_and_no_more(log):
+    with local_processes.shared_processes(1) as shared:
+        with pytest.raises(BrokenProcessPool):
+            shared.submit(os._exit, 1).result()
+        rows = jobs.run(replace(context(), shared=shared), toy.squares(context()))
+    assert [row["square"] for row in rows] == [0, 1, 4, 9]
+    assert not multiprocessing.active_children()
+
+
+def test_the_memory_of_processes_that_live_on_counts():
+    kib = provenance._peak_process_kib() + 200 * 1024
+    with local_processes.shared_processes(1) as shared:
+        shared.submit(filled, kib * 1024).result()
+        assert provenance._peak_process_kib() > kib
+
+
+def filled(count):
+    """Holds so many bytes for a moment."""
+    return len(b"x" * count)
+
+
+def test_ctrl_c_ends_shared_processes_and_no_new_ones_begin():
+    with pytest.raises(KeyboardInterrupt), local_processes.shared_processes(2) as shared:
+        shared.submit(time.sleep, 600)
         raise KeyboardInterrupt
+    assert not multiprocessing.active_children()
+    with pytest.raises((BrokenProcessPool, RuntimeError)):
+        shared.submit(os.getpid)
     assert not multiprocessing.active_children()
 
 

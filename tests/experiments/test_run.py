@@ -1,11 +1,14 @@
 """A toy experiment from the command to the executed notebook, and what the command line says when it cannot."""
 
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import nbformat
+import pandas as pd
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
@@ -14,9 +17,10 @@ from IPython.utils.capture import capture_output
 from specter_lab import paths
 from specter_lab.cli import main
 from specter_lab.errors import UserError
-from specter_lab.experiments import compare, provenance, results, runner
+from specter_lab.experiments import compare, jobs, provenance, results, runner
 from specter_lab.experiments.registry import find
 from specter_lab.experiments.run import load_or_run, run
+from tests.experiments import toy
 from tests.experiments.toy import started
 
 PARAMETERS = """
@@ -37,14 +41,15 @@ print("largest", result.rows.square.max(), "in", result.folder)
 
 @pytest.fixture
 def notebook(tmp_path, monkeypatch):
-    """Writes the toy's notebook; its cells stand apart by `---`."""
+    """Writes the toys' notebook; its cells stand apart by `---`."""
     monkeypatch.setattr(runner, "NOTEBOOKS", tmp_path)
 
     def write(text):
         text = PARAMETERS + "---" + text.replace("TOY_FOLDER", repr(str(tmp_path)))
         cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in text.split("---")]
         cells[0].metadata["tags"] = ["parameters"]
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "toy-squares.ipynb")
+        for name in ("toy-squares", "toy-again"):
+            nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / f"{name}.ipynb")
 
     return write
 
@@ -84,27 +89,52 @@ print(len(log.read_text().splitlines()), "rows started,", os.environ.get("OMP_NU
 """
 
 
-def test_a_notebook_is_executed_while_the_next_experiment_computes(log, notebook, monkeypatch, capsys):
-    """The first notebook waits for a row of the second run; a mistake in one keeps none of the others from being done."""
+def toy_again_fails(context):
+    """The toy's rows, the second of which is told to fail."""
+    work = [replace(job, arguments={**job.arguments, "fail": "1"}) for job in toy.squares(context)]
+    return pd.DataFrame(jobs.run(context, work))
+
+
+def executed(result):
+    return (result.folder / "notebook.ipynb").read_text()
+
+
+def test_the_next_experiment_computes_beside_the_last_rows_of_one(log, notebook, monkeypatch, capsys):
+    """The last row of the first experiment waits for one of the second; a mistake in one keeps none of the others from being done."""
     notebook(COUNT_ROWS)
+    monkeypatch.setattr(runner, "process_count", lambda tier, models: 2)
+    monkeypatch.setenv("TOY_LINES", "5")
     monkeypatch.setenv("TOY_WANTED", "5")
-    done = list(runner.reproduce_each(["specter-kernel", "squares", "toy-squares"], fresh=True))
-    assert [name for name, _ in done] == ["specter-kernel", "toy-squares", "toy-squares"]
-    assert isinstance(done[0][1], UserError)
-    assert "8 rows started, 1 thread" in (done[2][1].folder / "notebook.ipynb").read_text()
+    done = dict(runner.reproduce_each(["specter-kernel", "squares", "toy-squares", "again"]))
+    assert isinstance(done["specter-kernel"], UserError) and len(done) == 3, "each once"
+    rows = ["0", "1", "2", "3"]
+    assert sorted(line.split()[0] for line in log.read_text().splitlines()) == sorted(2 * rows)
+    assert len({line.split()[1] for line in log.read_text().splitlines()}) == 2, "both in the same processes"
+    assert all("rows started, 1 thread" in executed(done[name]) for name in ("toy-squares", "toy-again"))
+    assert done["toy-squares"].rows["square"].tolist() == done["toy-again"].rows["square"].tolist() == [0, 1, 4, 9]
     assert capsys.readouterr().out.count(": notebook executed in") == 2
+    assert not multiprocessing.active_children()
+
+
+def test_a_failed_experiment_leaves_the_one_beside_it_alone(log, notebook, monkeypatch):
+    notebook("print('shown')")
+    monkeypatch.setattr("tests.experiments.toy_again.run", toy_again_fails)
+    done = dict(runner.reproduce_each(["again", "squares"]))
+    assert str(done["toy-again"]) == "square of 1: it was told to fail: tell it not to"
+    assert "shown" in executed(done["toy-squares"])
 
 
 def test_nothing_runs_beside_an_experiment_that_measures_times(log, notebook, monkeypatch):
     notebook(COUNT_ROWS)
-    monkeypatch.setenv("TOY_WANTED", "4")
+    monkeypatch.setenv("TOY_WANTED", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(runner, "TIMED", {"toy-squares", "toy-again"})
+    first, second = [executed(result) for _, result in runner.reproduce_each(["toy-squares", "toy-again"])]
+    assert "4 rows started, None thread" in first, "executed before the second began, with all threads"
+    assert "8 rows started, None thread" in second
     monkeypatch.setattr(runner, "TIMED", {"toy-squares"})
-    executed = []
-    for _, result in runner.reproduce_each(["toy-squares", "toy-squares"], fresh=True):
-        executed.append((result.folder / "notebook.ipynb").read_text())
-    assert "4 rows started, None thread" in executed[0], "executed before the second began, with all threads"
-    assert "8 rows started, None thread" in executed[1]
+    names = [name for name, _ in runner.reproduce_each(["toy-squares", "toy-again"])]
+    assert names == ["toy-again", "toy-squares"], "those that measure times come afterwards"
 
 
 def test_a_result_for_the_same_question_is_not_measured_again(log):
