@@ -11,8 +11,8 @@ from specter_lab.cli.command import Answer, Command, add, add_model, positive
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "zoo name, folder or hub id, in BF16")
     add(parser, "store", files=True, metavar="STORE", help="folder of the store")
-    add(parser, "--codec", default="huffman", metavar="CODEC",
-        help="none, lz4, lz4hc, zstd, with a level as in zstd-3, or huffman (default)")  # fmt: skip
+    add(parser, "--codec", default="planes", metavar="CODEC",
+        help="none, lz4, lz4hc, zstd, with a level as in zstd-3, huffman (smallest), or planes (fastest, default)")  # fmt: skip
     add(
         parser,
         "--shards",
