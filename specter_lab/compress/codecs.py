@@ -38,6 +38,7 @@ class Codec:
     name: str  # as given, with the level
     compress: Callable[[bytes], bytes]
     decompress: Callable[[bytes, int], bytes | np.ndarray]  # compressed bytes (or a view of them), size of what comes out
+    recover: Callable[[bytes, np.ndarray, np.ndarray], None] | None = None  # decompresses and recovers at once (`bitfield`)
 
 
 def codec(name: str) -> Codec:
@@ -99,5 +100,6 @@ def _unzstd(data: bytes, size: int) -> bytes:
 
 
 PLAIN = {  # without levels
-    "none": (bytes, _copy), "lz4": (_lz4, _unlz4), "huffman": (_huffman, _unzstd), "planes": (planes.compress, planes.decompress),
+    "none": (bytes, _copy), "lz4": (_lz4, _unlz4), "huffman": (_huffman, _unzstd),
+    "planes": (planes.compress, planes.decompress, planes.decompress_and_recover),
 }  # fmt: skip

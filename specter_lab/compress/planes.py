@@ -20,11 +20,13 @@ import struct
 import numpy as np
 
 from specter_lab.compiled import compiled
+from specter_lab.compress.recovery import recover
 
 HEADER = struct.Struct("<IIB")
 WINDOW, BITS = 8, 3
 BLOCK, GROUP = 4096, 128  # exponents
-PLANE = BLOCK // 8  # bytes
+PLANE, GROUPS = BLOCK // 8, BLOCK // GROUP  # of a block: bytes of a plane, groups
+DISORDER = "the exceptions of bit planes do not fit their counts"
 
 
 def compress(data: bytes) -> bytes:
@@ -39,7 +41,7 @@ def compress(data: bytes) -> bytes:
     codes[outside] = 0
     bits = codes.reshape(blocks, 1, 8, PLANE) >> np.arange(BITS, dtype=np.uint8)[:, None, None] & 1
     planes = np.packbits(bits, axis=2, bitorder="little")  # [blocks, 3, 1, 512]
-    counts = np.bincount(outside // GROUP, minlength=blocks * BLOCK // GROUP).astype(np.uint8)
+    counts = np.bincount(outside // GROUP, minlength=blocks * GROUPS).astype(np.uint8)
     places = (outside % GROUP).astype(np.uint8)
     parts = (planes, counts, places, exponents[outside])
     return HEADER.pack(n, len(outside), first) + b"".join(part.tobytes() for part in parts)
@@ -51,39 +53,77 @@ def decompress(data: bytes, size: int) -> np.ndarray:
     Raises:
         ValueError: the data are damaged, or hold another number of exponents.
     """
+    parts = _parts(data, size)
+    out = np.empty(-(-size // BLOCK) * BLOCK, np.uint8)
+    if not _exponents(*parts, out):
+        raise ValueError(DISORDER)
+    return out[:size]
+
+
+def decompress_and_recover(data: bytes, sign_mantissa: np.ndarray, out: np.ndarray) -> None:
+    """BF16 patterns at once: compressed exponents and [n] uint8 -> out [n] uint16; a block's exponents stay in the cache.
+
+    Raises:
+        ValueError: as in `decompress`.
+    """
+    if not _patterns(*_parts(data, len(out)), sign_mantissa, out):
+        raise ValueError(DISORDER)
+
+
+def _parts(data: bytes, size: int) -> tuple[np.ndarray, np.uint8, np.ndarray, np.ndarray, np.ndarray]:
+    """Planes, first value of the window, counts, places and values of exceptions."""
     stored = np.frombuffer(data, np.uint8)
     if len(stored) < HEADER.size:
         raise ValueError("bit planes without their header")
     n, exceptions, first = HEADER.unpack(stored[: HEADER.size].tobytes())
-    blocks = -(-n // BLOCK)
-    edges = np.cumsum([HEADER.size, blocks * BITS * PLANE, blocks * BLOCK // GROUP, exceptions, exceptions])
+    blocks, edges = -(-n // BLOCK), [HEADER.size]
+    for length in (blocks * BITS * PLANE, blocks * GROUPS, exceptions, exceptions):
+        edges.append(edges[-1] + length)
     if n != size or edges[-1] != len(stored):
-        raise ValueError(f"bit planes of {n} exponents in {len(stored)} bytes: {size} in {edges[-1]} were expected")
+        raise ValueError(f"{size} exponents were expected, here are {n} in {len(stored)} of {edges[-1]} bytes")
     planes, counts, places, values = (stored[a:b] for a, b in zip(edges, edges[1:]))
-    out = np.empty(blocks * BLOCK, np.uint8)
-    if not _join(planes, np.uint8(first), counts, places, values, out):
-        raise ValueError("the exceptions of bit planes do not fit their counts")
-    return out[:n]
+    return planes, np.uint8(first), counts, places, values
 
 
 @compiled
-def _join(planes, first, counts, places, values, out):
-    """Fill out [blocks x 4096]; whether counts and places are in order. Whatever they say, nothing else is touched."""
-    one, two = np.uint8(1), np.uint8(2)
-    for block in range(len(out) // BLOCK):
-        at = block * BITS * PLANE
-        low, middle, high = planes[at : at + PLANE], planes[at + PLANE : at + 2 * PLANE], planes[at + 2 * PLANE : at + 3 * PLANE]  # fmt: skip
-        for i in range(8):
-            shift = np.uint8(i)
-            part = out[block * BLOCK + i * PLANE : block * BLOCK + (i + 1) * PLANE]
-            for j in range(PLANE):
-                upper = ((middle[j] >> shift) & one) << one | ((high[j] >> shift) & one) << two
-                part[j] = np.uint8(first + ((low[j] >> shift) & one | upper))
+def _exponents(planes, first, counts, places, values, out):
+    """Fill out [blocks x 4096] uint8; False: counts and places are out of order."""
     k = 0
-    for group in range(len(counts)):
-        for _ in range(counts[group]):
+    for block in range(len(out) // BLOCK):
+        k = _block(planes, first, counts, places, values, k, block, out[block * BLOCK : (block + 1) * BLOCK])
+        if k < 0:
+            return False
+    return k == len(places)
+
+
+@compiled
+def _patterns(planes, first, counts, places, values, sign_mantissa, out):
+    """Fill out [n] uint16; False: counts and places are out of order."""
+    k, exponents = 0, np.empty(BLOCK, np.uint8)
+    for block in range(len(counts) // GROUPS):
+        k = _block(planes, first, counts, places, values, k, block, exponents)
+        if k < 0:
+            return False
+        begin, end = block * BLOCK, min(len(out), (block + 1) * BLOCK)
+        recover(sign_mantissa[begin:end], exponents[: end - begin], out[begin:end])
+    return k == len(places)
+
+
+@compiled
+def _block(planes, first, counts, places, values, k, block, out):
+    """One block's exponents, out [4096] uint8, whose exceptions begin at k; where the next block's do, -1: out of order."""
+    one, two, at = np.uint8(1), np.uint8(2), block * BITS * PLANE
+    low, middle, high = planes[at : at + PLANE], planes[at + PLANE : at + 2 * PLANE], planes[at + 2 * PLANE :]
+    for i in range(8):
+        shift = np.uint8(i)
+        part = out[i * PLANE : (i + 1) * PLANE]
+        for j in range(PLANE):
+            upper = ((middle[j] >> shift) & one) << one | ((high[j] >> shift) & one) << two
+            part[j] = np.uint8(first + ((low[j] >> shift) & one | upper))
+    for group in range(GROUPS):
+        for _ in range(counts[block * GROUPS + group]):
             if k == len(places) or places[k] >= GROUP:
-                return False
+                return -1
             out[group * GROUP + places[k]] = values[k]
             k += 1
-    return k == len(places)
+    return k
