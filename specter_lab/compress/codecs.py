@@ -37,8 +37,12 @@ class Codec:
 
     name: str  # as given, with the level
     compress: Callable[[bytes], bytes]
-    decompress: Callable[[bytes, int], bytes | np.ndarray]  # compressed bytes (or a view of them), size of what comes out
-    recover: Callable[[bytes, np.ndarray, np.ndarray], None] | None = None  # decompresses and recovers at once (`bitfield`)
+    decompress: Callable[
+        [bytes, int], bytes | np.ndarray
+    ]  # compressed bytes (or a view of them), size of what comes out
+    recover: Callable[[bytes, np.ndarray, np.ndarray], None] | None = (
+        None  # decompresses and recovers at once (`bitfield`)
+    )
 
 
 def codec(name: str) -> Codec:

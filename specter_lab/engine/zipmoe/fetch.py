@@ -38,7 +38,9 @@ class Fetch:
     raw: bool = False  # the raw copy instead of bit fields: no decompression
     waiting: set[int] = field(default_factory=set)  # shards that were there before the SM-chunk
     read: set[int] = field(default_factory=set)  # E-chunks read for this fetch
-    exponents: dict[int, np.ndarray] = field(default_factory=dict)  # decompressed; no codec that recovers at once has any
+    exponents: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # decompressed; no codec that recovers at once has any
     left: int = 0  # shards that are not recovered
     sign_mantissa_here: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
