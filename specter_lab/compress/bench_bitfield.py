@@ -34,7 +34,7 @@ from specter_lab.compress.bitfield import (
 from specter_lab.compress.codecs import codec as codec_named
 from specter_lab.models.load import resolve
 
-CODECS = ("none", "lz4", "lz4hc", "zstd-1", "zstd-3", "zstd-9", "huffman")
+CODECS = ("none", "lz4", "lz4hc", "zstd-1", "zstd-3", "zstd-9", "huffman", "planes")
 CHUNK_WEIGHTS = 3 * 1024 * 256  # one expert of the engine's runs; the last one may be longer
 REPEATS = 5
 

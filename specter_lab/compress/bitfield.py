@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specter_lab.compiled import compiled
 from specter_lab.compress.codecs import Codec
+from specter_lab.compress.recovery import recover
 from specter_lab.errors import UserError
 
 SHARDS = 3  # K in the paper
@@ -73,12 +74,10 @@ def _split(patterns, sign_mantissa, exponents):
 
 
 @compiled
-def recover(sign_mantissa, exponents, out):
-    """Put BF16 patterns together: [n] uint8 and [n] uint8 -> out [n] uint16, all contiguous. About 30 GB/s a core."""
-    for i in range(len(out)):
-        fields = np.uint16(sign_mantissa[i])
-        sign = np.uint16((fields & np.uint16(0x80)) << np.uint16(8))
-        out[i] = sign | np.uint16(np.uint16(exponents[i]) << np.uint16(7)) | (fields & np.uint16(0x7F))
+def sign_mantissa_of(patterns, out):
+    """The first half of `split`, without memory of its own: [n] uint16 -> the first n of out, uint8."""
+    for i in range(len(patterns)):
+        out[i] = np.uint8(((patterns[i] >> np.uint16(8)) & np.uint16(0x80)) | (patterns[i] & np.uint16(0x7F)))
 
 
 def recover_reference(sign_mantissa: np.ndarray, exponents: np.ndarray) -> np.ndarray:
@@ -128,7 +127,19 @@ def decode_shard(shards: Sequence[bytes], k: int, sign_mantissa: np.ndarray, cod
         ValueError: the shard does not hold as many exponents as it should.
     """
     first, last = shard_bounds(len(out), len(shards))[k]
-    recover(sign_mantissa[first:last], exponents_of(shards[k], last - first, codec), out[first:last])
+    decode_part(shards[k], sign_mantissa[first:last], codec, out[first:last])
+
+
+def decode_part(shard: bytes, sign_mantissa: np.ndarray, codec: Codec, out: np.ndarray) -> None:
+    """The patterns of one shard: compressed exponents and [n] uint8 -> out [n] uint16, at once where the codec can.
+
+    Raises:
+        ValueError: the shard does not hold as many exponents.
+    """
+    if codec.recover is None or not len(out):
+        recover(sign_mantissa, exponents_of(shard, len(out), codec), out)
+    else:
+        codec.recover(shard, sign_mantissa, out)
 
 
 def exponents_of(shard: bytes, num_weights: int, codec: Codec) -> np.ndarray:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from specter_lab.compress import bitfield
+from specter_lab.compress import bitfield, planes
 from specter_lab.compress.codecs import CODECS, codec
 from specter_lab.errors import UserError
 from specter_lab.models.load import resolve
@@ -46,6 +46,38 @@ def test_any_patterns_and_sizes(patterns, shards, name):
     assert same_bits(bitfield.decode(bitfield.encode(weight, codec(name), shards), codec(name)), weight)
 
 
+@settings(deadline=None, max_examples=50)
+@given(st.binary(max_size=9000), st.integers(0, 255), st.integers(0, 2**31))
+def test_bit_planes_hold_any_bytes_and_damage_raises_or_stays_inside(data, byte, seed):
+    stored = bytearray(planes.compress(data))
+    assert bytes(planes.decompress(bytes(stored), len(data))) == data
+    with pytest.raises(ValueError, match="expected|header"):
+        planes.decompress(bytes(stored[:-1]), len(data))
+    stored[seed % len(stored)] = byte
+    try:
+        assert len(planes.decompress(bytes(stored), len(data))) == len(data)
+    except ValueError:
+        pass
+
+
+def test_bit_planes_are_small_and_say_when_exceptions_are_out_of_order():
+    weight = (0.02 * torch.randn(300_000, generator=torch.Generator().manual_seed(0))).bfloat16()
+    assert bitfield.encode(weight, codec("planes")).stored_bytes < 0.71 * weight.nbytes
+    _, exponents = bitfield.split(weight)
+    stored = bytearray(planes.compress(exponents.tobytes()))
+    blocks = -(-len(exponents) // planes.BLOCK)
+    stored[planes.HEADER.size + blocks * planes.BITS * planes.PLANE] += 1  # the first group's count
+    with pytest.raises(ValueError, match="counts"):
+        planes.decompress(bytes(stored), len(exponents))
+
+
+def test_half_of_the_fields_without_the_other():
+    patterns = bitfield.bit_patterns(ALL_PATTERNS)
+    out = np.zeros(len(patterns) + 1, np.uint8)
+    bitfield.sign_mantissa_of(patterns, out)
+    assert np.array_equal(out[:-1], bitfield.split(ALL_PATTERNS)[0]) and out[-1] == 0
+
+
 def test_recovery_is_the_papers_formula():
     sign_mantissa, exponents = bitfield.split(ALL_PATTERNS)
     expected = bitfield.bit_patterns(ALL_PATTERNS)
@@ -79,7 +111,7 @@ def test_shards_cover_everything_once():
             assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
 
 
-@pytest.mark.parametrize("name", ["zstd", "huffman", "lz4"])
+@pytest.mark.parametrize("name", ["zstd", "huffman", "lz4", "planes"])
 def test_a_shard_of_another_size_is_refused(name):
     shard = codec(name).compress(bytes(100))
     with pytest.raises(Exception):

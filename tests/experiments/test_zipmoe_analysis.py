@@ -69,16 +69,16 @@ def test_cache_planner(monkeypatch):
 
 
 def test_decompression(monkeypatch, out):
-    monkeypatch.setattr(decompression, "CODECS", ("lz4", "huffman"))
+    monkeypatch.setattr(decompression, "CODECS", ("lz4", "planes"))
     monkeypatch.setattr(decompression, "THREADS", (1, 2))
     rows = pd.DataFrame(decompression.measure("", ""))
-    monkeypatch.setattr(decompression, "CODECS", ("huffman",))
+    monkeypatch.setattr(decompression, "CODECS", ("planes",))
     found = judged(decompression, "zipmoe-decompression", rows)
     assert found["one-core"].ours > 0.3
     rows.loc[rows["kind"] == decompression.READ, "gb_s"] = 1e-3
-    assert decompression.crossover(rows, "huffman") == 1
+    assert decompression.crossover(rows, "planes") == 1
     rows.loc[rows["kind"] == decompression.READ, "gb_s"] = 1e6
-    assert decompression.crossover(rows, "huffman") is None
+    assert decompression.crossover(rows, "planes") is None
     crossover = judged(decompression, "zipmoe-decompression", rows)["crossover"]
     assert crossover.verdict == NOT_RUN and "not even" in crossover.why
 

@@ -3,6 +3,10 @@
 import pandas as pd
 import pytest
 
+from specter_lab.compress.bench_bitfield import expert_tensor
+from specter_lab.compress.bitfield import encode
+from specter_lab.compress.codecs import codec
+from specter_lab.engine.store.pack import DEFAULT_CODEC
 from specter_lab.errors import UserError
 from specter_lab.experiments.claims import NOT_RUN, Setting, claims_of, judge_all
 from specter_lab.experiments.run import context_for
@@ -61,7 +65,9 @@ def budgets_hold(rows):
 
 def test_wide_models_compress_like_trained_ones():
     ready = setting.wide("qwen-nano")
-    assert 0.65 < ready.index.stored_share < 0.68
+    trained = expert_tensor("qwen-nano")
+    share = encode(trained, codec(DEFAULT_CODEC)).stored_bytes / trained.nbytes
+    assert 0.65 < share < 0.72 and ready.index.stored_share == pytest.approx(share, abs=0.01)
     assert setting.wide("qwen-nano") is ready and ready.index.expert_bytes == 6 * 512 * 32
 
 

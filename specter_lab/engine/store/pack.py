@@ -42,7 +42,7 @@ from specter_lab.files import locked, sha256_of, whole_file
 from specter_lab.models.load import DECIDING_FILES, checkpoint_digest, read_config, resolve, shown_name
 from specter_lab.models.stacks import Block, Stacks, stacks_of
 
-DEFAULT_CODEC = "huffman"
+DEFAULT_CODEC = "planes"
 JOURNAL = "packing.jsonl"
 
 

@@ -4,57 +4,119 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from specter_lab.compress.bitfield import exponents_of, recover, shard_bounds
+from specter_lab.compress.bitfield import decode_part, exponents_of, recover, shard_bounds
 from specter_lab.compress.codecs import codec
-from specter_lab.engine.store.layout import Index, Record
+from specter_lab.engine.store.layout import Index, Record, padded
 from specter_lab.engine.store.reader import PagedMemory, Reader
+from specter_lab.engine.zipmoe.fetch import read_exponents
 from specter_lab.engine.zipmoe.memory import Buffer, Held, sizes_of
+from specter_lab.engine.zipmoe.settings import Settings
+from specter_lab.measure.host_speed import usable_cores
 from specter_lab.plan.zipmoe.work import Costs
 
+READERS = 2  # side by side, as I/O thread and workers are
+REPEATED_S = 0.05  # of one kind of work
 COSTED = 8  # experts that are measured; the median counts
+AHEAD_USED = 0.5  # of what is read ahead, per layer call: two of three are used, and no stack's first layer is foreseen
 Activation = Callable[[Tensor], Tensor]
 
 
-def measure_costs(index: Index, reader: Reader, workers: int) -> Costs:
-    """Seconds of every operation on one expert, the median over a few experts of the store."""
-    sizes, records = sizes_of(index), list(index.experts.values())
-    buffers = Held(*(PagedMemory(size).take(size) for size in (sizes.full, sizes.sign_mantissa, sizes.exponents)))
-    _time_one(index, reader, records[0], buffers)  # first use compiles and warms up
-    step = max(1, len(records) // COSTED)
-    timed = np.median([_time_one(index, reader, record, buffers) for record in records[::step]], axis=0)
-    return Costs(*timed.tolist(), index.num_shards, workers)
+def measure_costs(index: Index, reader: Reader, settings: Settings) -> Costs:
+    """Seconds of every operation on one expert, the median over a few experts of the store.
+
+    Reads are timed as they come in the runtime, side by side: a chunk's time is its share of the bytes.
+    """
+    records = list(index.experts.values())
+    few = records[:: max(1, len(records) // COSTED)]
+    buffers = [_buffers(index) for _ in range(1 + max(settings.workers, READERS - 1))]
+    _time_one(index, reader, few[0], buffers[0])  # first use compiles and warms up
+    timed = np.median([_time_one(index, reader, record, buffers[0]) for record in few], axis=0)
+    decompress_s, recover_s, execute_s = timed.tolist()
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(lambda i: _read(reader, few[i::READERS], buffers[i]), range(READERS)))
+    byte_s = (time.perf_counter() - begun) / sum(r.exponent_bytes + r.sign_mantissa.padded_bytes for r in few)
+    for mine in buffers[1:]:
+        _read(reader, few[:1], mine)
+    return Costs(
+        read_sm_s=byte_s * padded(index.num_weights),
+        read_shard_s=byte_s * sum(record.exponent_bytes for record in few) / len(few) / index.num_shards,
+        decompress_s=decompress_s, recover_s=recover_s, execute_s=execute_s, shards=index.num_shards,
+        workers=settings.workers, cores=_cores(index, few[0], buffers), ahead=round(AHEAD_USED * settings.prefetch),
+    )  # fmt: skip
+
+
+def _cores(index: Index, record: Record, buffers: Sequence[Held]) -> float:
+    """How many cores' work executor and workers do side by side: less than there are where memory or others hold them up.
+
+    `buffers` are the executor's and each worker's; those of the workers hold the expert's chunks.
+    """
+    hidden, (executor, *workers) = torch.ones(1, index.hidden, dtype=torch.bfloat16), buffers
+    works = [lambda: compute_expert(index, hidden, executor.full, silu)]
+    works += [lambda mine=mine: _decode(index, record, mine) for mine in workers]
+
+    def repeated(work: Callable[[], object]) -> tuple[float, float]:
+        """How often in a second, and processor seconds of one."""
+        begun, used, times = time.perf_counter(), time.thread_time(), 0
+        while (passed_s := time.perf_counter() - begun) < REPEATED_S:
+            work()
+            times += 1
+        return times / passed_s, (time.thread_time() - used) / times
+
+    alone_s = [repeated(work)[1] for work in works]
+    with ThreadPoolExecutor(len(works)) as pool:
+        together = list(pool.map(repeated, works))
+    return min(sum(per_s * own_s for (per_s, _), own_s in zip(together, alone_s)), usable_cores())
+
+
+def _buffers(index: Index) -> Held:
+    sizes = sizes_of(index)
+    return Held(*(PagedMemory(size).take(size) for size in (sizes.full, sizes.sign_mantissa, sizes.exponents)))
+
+
+def _read(reader: Reader, records: Sequence[Record], buffers: Held) -> None:
+    for record in records:
+        read_exponents(reader, record, buffers.exponents)
+        reader.read_into(buffers.sign_mantissa[: record.sign_mantissa.padded_bytes], record.sign_mantissa.offset)
+
+
+def _shards(index: Index, record: Record, buffers: Held) -> list[tuple[Buffer, tuple[int, int]]]:
+    """The E-chunks in `buffers`, and the first and last + 1 weight of each."""
+    places = [chunk.offset - record.shards[0].offset for chunk in record.shards]
+    chunks = [buffers.exponents[at : at + chunk.num_bytes] for at, chunk in zip(places, record.shards)]
+    return list(zip(chunks, shard_bounds(index.num_weights, index.num_shards)))
+
+
+def _decode(index: Index, record: Record, buffers: Held) -> list[float]:
+    """Decompress and recover one expert, whose chunks are in `buffers`; seconds of both."""
+    used, parts, out = codec(index.codec), _shards(index, record, buffers), buffers.full.view(np.uint16)
+    marks = [time.perf_counter()]
+    if used.recover is None:
+        exponents = [exponents_of(shard, last - first, used) for shard, (first, last) in parts]
+        marks.append(time.perf_counter())
+        for found, (_, (first, last)) in zip(exponents, parts):
+            recover(buffers.sign_mantissa[first:last], found, out[first:last])
+    else:  # both at once: all of it counts as decompression
+        for shard, (first, last) in parts:
+            decode_part(shard, buffers.sign_mantissa[first:last], used, out[first:last])
+        marks.append(time.perf_counter())
+    return np.diff([*marks, time.perf_counter()]).tolist()
 
 
 def _time_one(index: Index, reader: Reader, record: Record, buffers: Held) -> list[float]:
-    """Seconds to read the SM-chunk, to read an E-chunk, to decompress one, to recover and to execute the expert."""
-    used, bounds, marks = codec(index.codec), shard_bounds(index.num_weights, index.num_shards), [time.perf_counter()]
-
-    def mark() -> None:
-        marks.append(time.perf_counter())
-
-    reader.read_into(buffers.sign_mantissa[: record.sign_mantissa.padded_bytes], record.sign_mantissa.offset)
-    mark()
-    places = [chunk.offset - record.shards[0].offset for chunk in record.shards]
-    for at, chunk in zip(places, record.shards):
-        reader.read_into(buffers.exponents[at : at + chunk.padded_bytes], chunk.offset)
-    mark()
-    shards = [buffers.exponents[at : at + chunk.num_bytes] for at, chunk in zip(places, record.shards)]
-    exponents = [exponents_of(shard, last - first, used) for shard, (first, last) in zip(shards, bounds)]
-    mark()
-    out = buffers.full.view(np.uint16)
-    for part, (first, last) in zip(exponents, bounds):
-        recover(buffers.sign_mantissa[first:last], part, out[first:last])
-    mark()
+    """Seconds to decompress an E-chunk, to recover and to execute the expert, read before."""
+    _read(reader, [record], buffers)
+    decompress_s, recover_s = _decode(index, record, buffers)
+    begun = time.perf_counter()
     compute_expert(index, torch.ones(1, index.hidden, dtype=torch.bfloat16), buffers.full, silu)
-    mark()
-    read_sm_s, read_s, decompress_s, recover_s, execute_s = np.diff(marks)
-    return [read_sm_s, read_s / index.num_shards, decompress_s / index.num_shards, recover_s, execute_s]
+    return [decompress_s / index.num_shards, recover_s, time.perf_counter() - begun]
 
 
 def compute_expert(index: Index, hidden: Tensor, full: Buffer, activation: Activation) -> Tensor:

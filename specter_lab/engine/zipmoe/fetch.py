@@ -1,7 +1,7 @@
 """Putting experts together: one I/O thread reads SM-chunks, L workers read E-chunks, decompress and hand them on.
 
-A `Fetch` is one expert on its way. It is *ready* when its SM-chunk and all shards of its exponents are there; whatever part
-arrives last recovers what others left, so that exponents are used while they are in the cache. Errors travel with the fetch.
+A `Fetch` is one expert on its way. It is *ready* when all its shards are recovered. Shards that are there before the SM-chunk
+wait for it and then go to the workers once more: the I/O thread does nothing but read. Errors travel with the fetch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from specter_lab.compress.bitfield import exponents_of, recover, shard_bounds
+from specter_lab.compress.bitfield import decode_part, exponents_of, recover, shard_bounds
 from specter_lab.compress.codecs import Codec
 from specter_lab.engine.store.layout import Key, Record, padded
 from specter_lab.engine.store.reader import Reader
@@ -36,8 +36,11 @@ class Fetch:
     read_exponents: bool
     borrowed: frozenset[str] = frozenset()  # parts that a pool lends
     raw: bool = False  # the raw copy instead of bit fields: no decompression
-    waiting: set[int] = field(default_factory=set)  # shards decompressed before the SM-chunk came
-    exponents: dict[int, np.ndarray] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)  # shards that were there before the SM-chunk
+    read: set[int] = field(default_factory=set)  # E-chunks read for this fetch
+    exponents: dict[int, np.ndarray] = field(
+        default_factory=dict
+    )  # decompressed; no codec that recovers at once has any
     left: int = 0  # shards that are not recovered
     sign_mantissa_here: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,7 +68,7 @@ class Counters:
     """Seconds that threads were busy, summed over threads."""
 
     decompress_s: float = 0.0
-    recover_s: float = 0.0
+    recover_s: float = 0.0  # decompression included where a codec does both at once
 
 
 class Fetcher:
@@ -176,7 +179,7 @@ class Fetcher:
             early = sorted(fetch.waiting)
             fetch.waiting.clear()
         for k in early:
-            self._recover(fetch, k)
+            self._shards.put((fetch, k))
 
     def _read(self, record: Record, held: Held) -> None:
         chunk = record.sign_mantissa
@@ -192,25 +195,24 @@ class Fetcher:
         chunk = fetch.record.shards[k]
         first, last = shard_bounds(fetch.record.sign_mantissa.num_bytes, len(fetch.record.shards))[k]
         at = chunk.offset - fetch.record.shards[0].offset
-        if fetch.read_exponents:
+        shard = fetch.held.exponents[at : at + chunk.num_bytes]
+        if fetch.read_exponents and k not in fetch.read:
             self.reader.read_into(fetch.held.exponents[at : at + chunk.padded_bytes], chunk.offset)
-        start = time.perf_counter()
-        exponents = exponents_of(fetch.held.exponents[at : at + chunk.num_bytes], last - first, self.codec)
-        self.counters.decompress_s += time.perf_counter() - start
+            fetch.read.add(k)
+        if self.codec.recover is None and k not in fetch.exponents:
+            start = time.perf_counter()
+            fetch.exponents[k] = exponents_of(shard, last - first, self.codec)
+            self.counters.decompress_s += time.perf_counter() - start
         with fetch.lock:
-            fetch.exponents[k] = exponents
             if not fetch.sign_mantissa_here:
                 fetch.waiting.add(k)
                 return
-        self._recover(fetch, k)
-
-    def _recover(self, fetch: Fetch, k: int) -> None:
-        n = fetch.record.sign_mantissa.num_bytes
-        first, last = shard_bounds(n, len(fetch.record.shards))[k]
         start = time.perf_counter()
-        recover(
-            fetch.held.sign_mantissa[first:last], fetch.exponents.pop(k), fetch.held.full.view(np.uint16)[first:last]
-        )
+        fields, out = fetch.held.sign_mantissa[first:last], fetch.held.full.view(np.uint16)[first:last]
+        if k in fetch.exponents:
+            recover(fields, fetch.exponents.pop(k), out)
+        else:
+            decode_part(shard, fields, self.codec, out)
         self.counters.recover_s += time.perf_counter() - start
         with fetch.lock:
             fetch.left -= 1

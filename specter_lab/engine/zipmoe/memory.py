@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
-from specter_lab.compress.bitfield import shard_bounds, split
+from specter_lab.compress.bitfield import shard_bounds, sign_mantissa_of
 from specter_lab.engine.store.layout import Index, padded
 from specter_lab.engine.store.reader import PagedMemory
 from specter_lab.engine.zipmoe.settings import RAW_COPY, Settings
@@ -141,5 +140,4 @@ def carry_out(
 
 
 def _split_off(held: Held, num_weights: int) -> None:
-    sign_mantissa, _ = split(torch.from_numpy(held.full[: 2 * num_weights]).view(torch.bfloat16))
-    held.sign_mantissa[:num_weights] = sign_mantissa
+    sign_mantissa_of(held.full.view(np.uint16)[:num_weights], held.sign_mantissa)

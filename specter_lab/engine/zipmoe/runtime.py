@@ -80,7 +80,7 @@ class ExpertRuntime:
             if self.raw:  # one state only: nothing to choose or to order by
                 self.costs = Costs(1, 1, 1, 1, 1, self.index.num_shards, settings.workers)
             else:
-                self.costs = measure_costs(self.index, self.reader, settings.workers)
+                self.costs = measure_costs(self.index, self.reader, settings)
             self.pools = self._choose_pools(popularity, batch)
             self.memory = allocate(self.index, settings, self.pools)
         except BaseException:

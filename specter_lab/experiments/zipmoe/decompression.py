@@ -18,13 +18,14 @@ from matplotlib.figure import Figure
 from specter_lab import paths
 from specter_lab.compress.bench_bitfield import Speed, bounds, expert_tensor, measure_zipnn
 from specter_lab.compress.bench_bitfield import measure as speeds
+from specter_lab.engine.store.pack import DEFAULT_CODEC
 from specter_lab.experiments import jobs
 from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import routing
 from specter_lab.measure.disk_speed import measure_disk
 from specter_lab.measure.host_speed import cpu_name, usable_cores
 
-CODECS = ("lz4", "lz4hc", "zstd-1", "huffman")
+CODECS = ("lz4", "lz4hc", "zstd-1", "huffman", DEFAULT_CODEC)
 THREADS = (1, 2, 3, 4)
 SOURCE, COPIES = "qwen-nano", 4  # 47 MB: longer than caches
 READ_BYTES = 1_048_576  # of the disk measurement that is compared
@@ -95,7 +96,7 @@ def plot(rows: pd.DataFrame) -> Figure:
         label = "zstd without matches" if name == "huffman" else name
         axis.errorbar(mine["threads"], mine["gb_s"], yerr=errors, marker="o", capsize=3, color=color, label=label,
                       linestyle=":" if name == "zipnn" else "-")  # fmt: skip
-    needed = output_rate_to_match(rows, "huffman")
+    needed = output_rate_to_match(rows, DEFAULT_CODEC)
     axis.axhline(
         needed,
         color="black",
@@ -123,17 +124,17 @@ def plot(rows: pd.DataFrame) -> Figure:
 
 def claims(rows: pd.DataFrame) -> list[Measured]:
     """Judged on the store's own codec; the paper's are in the notes."""
-    mine = decoded(rows)[decoded(rows)["codec"] == "huffman"].set_index("threads")
+    mine = decoded(rows)[decoded(rows)["codec"] == DEFAULT_CODEC].set_index("threads")
     cores = int(mine["cores"].iloc[0])
     all_cores = mine.loc[min(cores, max(THREADS))]
-    needed = output_rate_to_match(rows, "huffman")
+    needed = output_rate_to_match(rows, DEFAULT_CODEC)
     others = "; ".join(
-        f"{name}: {crossover(rows, name) or f'more than {max(THREADS)}'}" for name in CODECS if name != "huffman"
+        f"{name}: {crossover(rows, name) or f'more than {max(THREADS)}'}" for name in CODECS if name != DEFAULT_CODEC
     )
-    found = crossover(rows, "huffman")
+    found = crossover(rows, DEFAULT_CODEC)
     none = f"not even {max(THREADS)} keep up; " if found is None else ""
     return [
-        Measured("zipmoe-decompression/crossover", found, n=5, note=f"{none}ZSTD without matches, {cores} cores; {others}"),
+        Measured("zipmoe-decompression/crossover", found, n=5, note=f"{none}{DEFAULT_CODEC}, {cores} cores; {others}"),
         Measured("zipmoe-decompression/keeps-up", *(float(all_cores[c] / needed) for c in ("gb_s", "low_gb_s", "high_gb_s")), n=5),
         _rate("one-core", mine.loc[1]),
         _rate("two-cores", mine.loc[2]),

@@ -22,7 +22,7 @@ from specter_lab.experiments.context import Context, Measured
 from specter_lab.experiments.specter import routing
 from specter_lab.models.load import shown_name
 
-CODECS = ("lz4", "lz4hc", "zstd-1", "zstd-3", "zstd-9", "huffman")
+CODECS = ("lz4", "lz4hc", "zstd-1", "zstd-3", "zstd-9", "huffman", "planes")
 JUDGED = {"zstd": "zstd-1", "lz4hc": "lz4hc"}  # which of them the paper's names are judged on
 GAUSSIAN, UNIFORM = "Gaussian", "uniform"
 CONTROL_WEIGHTS, FAN_IN = 6_000_000, 2048

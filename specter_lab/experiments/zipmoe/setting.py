@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specter_lab import paths
 from specter_lab.engine.store.layout import Index, read_index
-from specter_lab.engine.store.pack import pack
+from specter_lab.engine.store.pack import DEFAULT_CODEC, pack
 from specter_lab.engine.zipmoe.model import Generation, generate, open_store
 from specter_lab.engine.zipmoe.settings import BASELINES, ZIPMOE, Settings
 from specter_lab.errors import UserError
@@ -114,7 +114,7 @@ def put_on_disk(model: str) -> jobs.Rows:
 
 def _digest(model: str) -> str:
     """Of everything that a job reads; it names the job's rows in the cache."""
-    return hashlib.sha256(repr(_read_by(model)).encode()).hexdigest()
+    return hashlib.sha256(repr((_read_by(model), DEFAULT_CODEC)).encode()).hexdigest()
 
 
 def scratch() -> Path:
@@ -126,7 +126,7 @@ def scratch() -> Path:
 
 def _folder(model: str) -> Path:
     """Where a wide model lies."""
-    key = hashlib.sha256(json.dumps([model_digest(model), WIDE[model]]).encode()).hexdigest()[:12]
+    key = hashlib.sha256(json.dumps([model_digest(model), WIDE[model], DEFAULT_CODEC]).encode()).hexdigest()[:12]
     return scratch() / f"{model}-{key}"
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from specter_lab.errors import UserError
 from specter_lab.plan.zipmoe.ranks import elementary
 from specter_lab.plan.zipmoe.schedule import by_blocks, timeline
-from specter_lab.plan.zipmoe.work import Costs, State, work_of
+from specter_lab.plan.zipmoe.work import Costs, State, shared_work_of, work_of
 
 KEPT = (State.F, State.C, State.S, State.E)  # in the order that ranks fill them
 STEPS = 12  # of the grid, along each pool
@@ -156,10 +156,14 @@ def _mean(below: np.ndarray, pools: Pools, costs: Costs) -> float:
 
 @lru_cache(maxsize=100_000)
 def _makespan(costs: Costs, counts: tuple[int, ...]) -> float:
-    """Of ZipMoE's order, for so many experts in each pool and M."""
-    drawn = [state for state, count in zip((*KEPT, State.M), counts) for _ in range(count)]
-    works = [work_of(i, state, costs) for i, state in enumerate(drawn)]
-    return timeline(by_blocks(works, costs.workers), costs.workers).makespan_s
+    """Of ZipMoE's order, for so many experts in each pool and M, on the machine's shared cores and disk."""
+    *kept, missing = counts
+    ahead = min(missing, costs.ahead)  # both chunks are there, as in C
+    found = zip((*KEPT, State.C, State.M), (*kept, ahead, missing - ahead))
+    drawn = [state for state, count in found for _ in range(count)]
+    order = by_blocks([work_of(i, state, costs) for i, state in enumerate(drawn)], costs.workers)
+    shared = [shared_work_of(work.expert, drawn[work.expert], costs) for work in order]
+    return timeline(shared, costs.workers).makespan_s
 
 
 def grid(experts: int, sizes: Sizes, budget_bytes: int) -> list[Pools]:

@@ -45,6 +45,10 @@ class Costs:
     execute_s: float  # for the tokens of one layer call
     shards: int
     workers: int  # L
+    cores: float | None = (
+        None  # whose work executor and workers do together, one disk reads for all; None: nobody waits for another
+    )
+    ahead: int = 0  # experts of M that a layer call usually finds read ahead, while attention computed
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,17 @@ def work_of(expert: int, state: State, costs: Costs) -> Work:
     shard_s = costs.decompress_s + (0.0 if state.has_exponents else costs.read_shard_s)
     io_s = 0.0 if state.has_sign_mantissa else costs.read_sm_s
     return Work(expert, io_s, (shard_s,) * costs.shards, costs.recover_s + costs.execute_s)
+
+
+def shared_work_of(expert: int, state: State, costs: Costs) -> Work:
+    """As `work_of`, on a machine whose cores, memory and disk are shared: what a thread would do alone takes longer.
+
+    Reads queue at one disk, whoever asks. The executor has a core; the workers share what else there is, but get as much as
+    one thread of all does from a single core. Without `cores` nothing is shared.
+    """
+    alone = work_of(expert, state, costs)
+    if costs.cores is None or not alone.shard_s:
+        return alone
+    io_s = alone.io_s + (0.0 if state.has_exponents else costs.shards * costs.read_shard_s)
+    lag = max(1.0, costs.workers / max(costs.cores - 1, 1 / (costs.workers + 1)))
+    return Work(expert, io_s, (lag * costs.decompress_s,) * costs.shards, alone.execute_s)

@@ -1,5 +1,7 @@
 """The planner: laws that sum to one, divisions within the budget, optimal against a finer search; the pools as a state machine."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -47,6 +49,28 @@ def test_plans_stay_within_the_budget_and_nothing_simple_is_better(budget, costs
 def test_a_slow_disk_asks_for_compressed_experts_and_a_slow_processor_for_whole_ones():
     assert plan_pools(weights(), 3, SLOW_DISK, SIZES, 1000).pools.compressed > 0
     assert plan_pools(weights(), 3, SLOW_CPU, SIZES, 1000).pools.full == 5
+
+
+BETWEEN = Costs(read_sm_s=3, read_shard_s=0.4, decompress_s=0.4, recover_s=0, execute_s=1, shards=3, workers=2)
+
+
+def test_cores_that_execution_and_decompression_share_ask_for_whole_experts():
+    """Beside each other they hide decompression behind reading; on cores that are shared it has to be paid for."""
+    plans = {
+        cores: plan_pools(weights(), 3, replace(BETWEEN, cores=cores), SIZES, 1000).pools for cores in (8.0, 2.0, 1.2)
+    }
+    assert plans[8.0].compressed > 0
+    assert plans[1.2] == Pools(full=5)
+    assert plans[8.0].full <= plans[2.0].full <= plans[1.2].full
+
+
+def test_experts_that_are_read_ahead_are_as_good_as_compressed_ones():
+    costs = replace(SLOW_DISK, cores=2.0)
+    found = [
+        planning.expected_makespan(weights(), Pools(3), 3, replace(costs, ahead=ahead)) for ahead in (0, 1, 2, 3, 9)
+    ]
+    assert found == sorted(found, reverse=True) and found[0] > found[1] > found[3] == found[4]
+    assert found[3] == pytest.approx(planning.expected_makespan(weights(), Pools(3, 13), 3, costs))
 
 
 def test_a_plan_from_history_sees_what_comes_together():

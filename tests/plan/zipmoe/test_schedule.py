@@ -2,11 +2,12 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from specter_lab.plan.zipmoe.schedule import ORDERS, blocks, by_blocks, lower_bound, optimum, timeline
-from specter_lab.plan.zipmoe.work import Costs, State, Work, work_of
+from specter_lab.plan.zipmoe.work import Costs, State, Work, shared_work_of, work_of
 
 COSTS = Costs(read_sm_s=4, read_shard_s=1, decompress_s=2, recover_s=0.5, execute_s=1, shards=3, workers=2)
 
@@ -85,3 +86,16 @@ def test_the_bound_holds_for_every_order_of_single_shards():
 def test_the_optimum_refuses_many():
     with pytest.raises(ValueError, match="at most five"):
         optimum([Work(i, 1, (1,), 1) for i in range(6)], 2)
+
+
+def test_shared_cores_and_one_disk_lengthen_what_threads_would_do_alone():
+    alone = work_of(0, State.M, COSTS)
+    assert shared_work_of(0, State.M, COSTS) == alone
+    two, many = (shared_work_of(0, State.M, replace(COSTS, cores=cores)) for cores in (2.0, 8.0))
+    assert many.io_s == two.io_s == COSTS.read_sm_s + 3 * COSTS.read_shard_s  # whoever reads waits for the same disk
+    assert many.shard_s == (COSTS.decompress_s,) * 3
+    assert two.shard_s == (2 * COSTS.decompress_s,) * 3  # two workers on the core that the executor leaves
+    assert shared_work_of(0, State.S, replace(COSTS, cores=2.0)).io_s == 3 * COSTS.read_shard_s
+    assert shared_work_of(0, State.F, replace(COSTS, cores=1.0)) == work_of(0, State.F, COSTS)
+    starved = [shared_work_of(0, State.C, replace(COSTS, cores=cores)).cpu_s for cores in (2.0, 1.5, 1.0)]
+    assert starved == sorted(starved) and starved[0] < starved[-1]
