@@ -74,10 +74,15 @@ def _experiment(row: Experiment, number: str) -> dict[str, str]:
         "title": row.title,
         "target": _target(row),
         "minutes": ", ".join(f"{tier}: {row.minutes[tier] or '?'}" for tier in row.tiers),
-        "recorded": "; ".join(f"{result.provenance['wall_s']:.0f} s on {_machine(result.provenance['machine'])}" for result in results) or NOTHING,
+        "recorded": "; ".join(_recorded(result.provenance) for result in results) or NOTHING,
         "memory": "; ".join(_peak([result.provenance]) or "?" for result in results) or NOTHING,
         "size": "; ".join(f"{size / 1e6:.1f} MB" for size in sizes) or NOTHING,
     }  # fmt: skip
+
+
+def _recorded(run: dict) -> str:
+    beside = ", beside others" if run.get("beside_others") else ""
+    return f"{run['wall_s']:.0f} s on {_machine(run['machine'])}{beside}"
 
 
 def _machine(machine: dict) -> str:

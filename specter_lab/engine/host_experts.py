@@ -18,7 +18,7 @@ from specter_lab.engine.experts import ExpertMemory
 from specter_lab.plan.serve import sooner_by_cpu
 
 NEW_SHARE = 0.1  # of the latest time in the running mean
-PATIENCE = 32  # times in a row that a mean keeps the cores out before it is forgotten: a spoilt one would never be measured again
+PATIENCE = 32  # times in a row that a mean keeps the cores out; then one expert is tried, for it may have been spoilt
 
 
 @dataclass
@@ -35,14 +35,15 @@ class HostExperts:
     def share(self, missing: np.ndarray, tokens: int) -> np.ndarray:
         """Which of the missing experts [n] of a pass end sooner here than on the link: [n] bool."""
         clock = self.memory.clock()
-        mean_ms = self.means_ms.setdefault(tokens, self.alone_ms)
+        mean_ms = self.means_ms.get(tokens, self.alone_ms)
         chosen = sooner_by_cpu(len(missing), clock.link_free_ms - clock.now_ms, clock.copy_ms, mean_ms)
         if chosen.any():
             self._kept_out[tokens] = 0
         elif len(missing):
             self._kept_out[tokens] = self._kept_out.get(tokens, 0) + 1
-            if self._kept_out[tokens] == PATIENCE:
-                self.means_ms[tokens], self._kept_out[tokens] = self.alone_ms, 0
+            if self._kept_out[tokens] >= PATIENCE:  # try one, and take its time for the mean
+                self.means_ms.pop(tokens, None)
+                chosen[-1] = True
         return chosen
 
     def compute(
@@ -72,6 +73,7 @@ class HostExperts:
         took_ms = (time.perf_counter() - began) * 1e3 / len(experts)
         _hand_over(room.rows, pairs, parts.flatten(0, 1))
         mean_ms = self.means_ms.get(len(x), took_ms)
+        self._kept_out[len(x)] = 0
         self.expert_ms = self.means_ms[len(x)] = mean_ms + NEW_SHARE * (took_ms - mean_ms)
 
     @property

@@ -34,14 +34,19 @@ def self_attend(qkv: Tensor, cache: Tensor, owner: Tensor, bias: Tensor, positio
     _, batch, heads, beam, steps, dim = cache.shape
     q, *new = qkv.view(batch, beam, 3, heads, dim).permute(2, 0, 3, 1, 4)  # [B, heads, beam, D]
     cache.index_copy_(4, position, torch.stack(new)[..., None, :])
+    past = int(position) + 1
     if beam == 1:
-        k, v = cache[:, :, :, 0]  # [B, heads, S, D]
-    else:
-        sentence = torch.arange(batch)[:, None, None]
-        past = cache[:, sentence, :, owner, torch.arange(steps)]  # [B, beam, S, 2, heads, D]
-        k, v = past.permute(3, 0, 1, 4, 2, 5).flatten(1, 2)  # [R, heads, S, D]
+        k, v = cache[:, :, :, 0, :past]  # [B, heads, past, D]
+    else:  # rows of D numbers, each from the beam that wrote it
+        sentence, head, token = (
+            torch.arange(batch)[:, None, None, None],
+            torch.arange(heads)[:, None],
+            torch.arange(past),
+        )
+        rows = ((sentence * heads + head) * beam + owner[:, :, None, :past]) * steps + token  # [B, beam, heads, past]
+        k, v = cache.view(2, -1, dim).index_select(1, rows.flatten()).view(2, -1, heads, past, dim)
     q = q.transpose(1, 2).reshape(-1, heads, 1, dim)
-    found = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.index_select(1, position), scale=1.0)
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, past - 1 : past, :past], scale=1.0)
     return found.flatten(1)
 
 

@@ -15,12 +15,15 @@ and, where other programs want the rows in a form of their own,
 from __future__ import annotations
 
 import math
-from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specter_lab import paths
 from specter_lab.errors import UserError
 from specter_lab.experiments.registry import DEFAULT_MODELS, EXPERIMENTS
+
+if TYPE_CHECKING:
+    from specter_lab.experiments.local_processes import SharedProcesses
 
 SEEDS = range(2**32)  # what every generator in use takes
 
@@ -35,7 +38,9 @@ class Context:
     models: tuple[str, ...]  # zoo names, folders or hub ids
     fresh: bool  # compute the rows again even if the cache has them; quantised models are kept
     runner: str = "local"  # where rows are computed (experiments/jobs.py); changes no value
-    shared: Executor | None = None  # processes that several experiments share; None: the local runner starts its own
+    shared: SharedProcesses | None = (
+        None  # processes that several experiments share; None: the local runner starts its own
+    )
 
     @property
     def folder_name(self) -> str:

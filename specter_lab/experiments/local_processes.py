@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -33,10 +33,10 @@ def worker_count(context: Context, jobs: Sequence[Job]) -> int:
     return min(process_count(context.tier, models), len(jobs))
 
 
-def process_count(tier: str, models: Collection[str]) -> int:
-    """Processes that hold one of these models each: at least one."""
+def process_count(tier: str, models: Collection[str], own_bytes: int = WORKER_BYTES) -> int:
+    """Processes that take `own_bytes` and hold one of these models each: at least one."""
     weights = COPIES * max((weight_bytes(resolve(model)) for model in models), default=0)
-    held = psutil.virtual_memory().available // (WORKER_BYTES + weights)
+    held = psutil.virtual_memory().available // (own_bytes + weights)
     if tier != "cpu" and torch.cuda.is_available():
         held = min(held, torch.cuda.mem_get_info()[0] // (GPU_WORKER_BYTES + weights))
     return max(1, min(len(os.sched_getaffinity(0)), held))
@@ -45,62 +45,83 @@ def process_count(tier: str, models: Collection[str]) -> int:
 def run(context: Context, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
     """Outcomes as they come. However it ends, Ctrl-C and closing included, no process is left behind."""
     if context.shared is not None:
-        yield from _outcomes(context.shared, jobs)
+        futures = _submitted(context.shared, jobs)
+        try:
+            yield from _as_they_come(futures)
+        finally:
+            for future in futures:  # where one failed nobody wants the others, but the processes go on
+                future.cancel()
         return
     workers = 1 if any(job.alone for job in jobs) else worker_count(context, jobs)
     with _started_with(QUIET | (ONE_THREAD if workers > 1 else {})), _processes(workers) as pool:
-        yield from _outcomes(pool, jobs)
+        with _ctrl_c_ignored():  # workers start here, and inherit it
+            futures = _submitted(pool, jobs)
+        yield from _as_they_come(futures)
 
 
-def _outcomes(pool: Executor, jobs: Sequence[Job]) -> Generator[tuple[int, Outcome], None, None]:
-    with _ctrl_c_ignored():  # workers start here, and inherit it
-        numbers = {pool.submit(timed, job.function, dict(job.arguments)): i for i, job in enumerate(jobs)}
-    done: SimpleQueue[Future] = SimpleQueue()
-    for future in numbers:
-        future.add_done_callback(done.put)  # `as_completed` would not hear of those that a pool cancels at its end
-    try:
-        for _ in numbers:
-            future = done.get()
-            yield numbers[future], partial(_outcome, future)
-    finally:
-        for future in numbers:
-            future.cancel()  # whoever stops listening wants no more of them; a pool that is shared goes on
+def _submitted(processes: ProcessPoolExecutor | SharedProcesses, jobs: Sequence[Job]) -> list[Future]:
+    return [processes.submit(timed, job.function, dict(job.arguments)) for job in jobs]
 
 
-class SharedProcesses(Executor):
-    """Processes that take what several experiments submit, oldest first.
+def _as_they_come(futures: Sequence[Future]) -> Generator[tuple[int, Outcome], None, None]:
+    done: SimpleQueue[tuple[int, Future]] = SimpleQueue()
+    for number, future in enumerate(futures):
+        future.add_done_callback(lambda future, number=number: done.put((number, future)))
+    for _ in futures:  # `as_completed` would not hear of those that are cancelled
+        number, future = done.get()
+        yield number, partial(_outcome, future)
 
-    When one is killed, all that was submitted is lost; what is submitted next gets new ones.
-    """
+
+class SharedProcesses:
+    """Processes that take what several experiments submit, oldest first. One that is killed loses what it was at, and is replaced."""
 
     def __init__(self, count: int, pools: ExitStack) -> None:
-        self._count, self._pools, self._open = count, pools, True
+        self._count, self._pools, self._closed = count, pools, False
         self._changed, self._unfinished = threading.Condition(), 0
-        self._pool = self._new()
+        self._idle: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()  # of one process each
+        for _ in range(count):
+            self._idle.put(self._new())
+        self._threads = ThreadPoolExecutor(count)  # one waits for each process
 
-    def submit(self, function: Callable, /, *args, **kwargs) -> Future:
+    def submit(self, function: Callable, /, *args) -> Future:
+        """What `function(*args)` returns in one of the processes.
+
+        Raises:
+            RuntimeError: it is all over.
+        """
         with self._changed:
-            try:
-                future = self._pool.submit(function, *args, **kwargs)
-            except BrokenProcessPool:
-                if not self._open:
-                    raise
-                self._pool = self._new()
-                future = self._pool.submit(function, *args, **kwargs)
             self._unfinished += 1
+        future = self._threads.submit(self._in_a_process, function, *args)
         future.add_done_callback(self._one_less)
         return future
 
     def wait_for_room(self) -> None:
-        """Return when nothing that was submitted waits for a process, or all is over."""
+        """Return when nothing that was submitted waits for a process.
+
+        Raises:
+            CancelledError: it is all over.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._unfinished <= self._count or not self._open)
+            self._changed.wait_for(lambda: self._unfinished <= self._count or self._closed)
+            if self._closed:
+                raise CancelledError
 
     def close(self) -> None:
-        """No new processes from now on."""
+        """What has not begun never does, and no process is started any more."""
         with self._changed:
-            self._open = False
+            self._closed = True
             self._changed.notify_all()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _in_a_process(self, function: Callable, *args):
+        pool = self._idle.get()
+        try:
+            return pool.submit(function, *args).result()
+        except BrokenProcessPool:
+            pool = self._new()
+            raise
+        finally:
+            self._idle.put(pool)
 
     def _one_less(self, _future: Future) -> None:
         with self._changed:
@@ -108,10 +129,12 @@ class SharedProcesses(Executor):
             self._changed.notify_all()
 
     def _new(self) -> ProcessPoolExecutor:
-        pool = self._pools.enter_context(_processes(self._count))
+        with self._changed:
+            if self._closed:
+                raise CancelledError
+            pool = self._pools.enter_context(_processes(1))
         with _ctrl_c_ignored():
-            for _ in range(self._count):
-                pool.submit(os.getpid)  # they start here, and inherit it
+            pool.submit(os.getpid)  # it starts here, and inherits it
         return pool
 
 
@@ -149,7 +172,8 @@ def _outcome(future: Future) -> tuple[Rows, float]:
 
 
 def _start_worker() -> None:
-    """Do not outlive the parent."""
+    """Do not outlive the parent, and leave Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
     def follow() -> None:

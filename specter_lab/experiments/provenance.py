@@ -80,6 +80,7 @@ def describe(context: Context, inputs: Mapping[str, str], wall_s: float) -> dict
         "command": _command(context),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_s": round(wall_s, 1),
+        "beside_others": context.shared is not None,  # they then shared cores with the next experiment, and processes
         "peak_process_gib": round(_peak_process_kib() / 2**20, 2),
         "question": question_digest(context, inputs),
         "code_sha256": code_digest(context.experiment),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -16,6 +15,7 @@ from specter_lab.errors import UserError
 from specter_lab.experiments import results
 from specter_lab.experiments.claims import Setting, claims_digest, judge_all
 from specter_lab.experiments.context import Context, check_seed, need_gpu
+from specter_lab.experiments.local_processes import SharedProcesses
 from specter_lab.experiments.provenance import describe, gpu_name, question_digest
 from specter_lab.experiments.registry import DEFAULT_MODELS, TIERS, check_tier, find
 from specter_lab.experiments.results import Result
@@ -120,7 +120,7 @@ def context_for(
     fresh: bool = False,
     models: Sequence[str] = (),
     runner: str = "local",
-    shared: Executor | None = None,
+    shared: SharedProcesses | None = None,
 ) -> Context:
     """The context of a run. Raises UserError for an unknown experiment or tier, or a seed that is none."""
     row = find(experiment)

@@ -7,7 +7,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from specter_lab import paths
 from specter_lab.errors import UserError
 from specter_lab.experiments import results
 from specter_lab.experiments.compare import comparison
-from specter_lab.experiments.local_processes import SharedProcesses, process_count, shared_processes
+from specter_lab.experiments.local_processes import WORKER_BYTES, SharedProcesses, process_count, shared_processes
 from specter_lab.experiments.registry import DEFAULT_MODELS, TIMED, find, find_lab
 from specter_lab.experiments.results import Result
 from specter_lab.experiments.run import Measurement, answer, context_for, measure, module_of, run
@@ -72,7 +72,7 @@ def reproduce_each(
     ids = list(dict.fromkeys(find(name).id for name in names))
     beside = [name for name in ids if name not in TIMED] if tier == "cpu" and runner == "local" else []
     if beside:
-        count = process_count(tier, models or DEFAULT_MODELS[tier])
+        count = process_count(tier, models or DEFAULT_MODELS[tier], 2 * WORKER_BYTES)  # a notebook has one of its own
         with ThreadPoolExecutor(2) as threads, shared_processes(count) as processes:
             try:
                 for name in beside:
@@ -88,7 +88,7 @@ def reproduce_each(
 
 
 def _measured(name: str, processes: SharedProcesses, how: Mapping) -> Result | Measurement:
-    """Begins when the experiments before it have no row left that waits for a process; so two are under way at the most."""
+    """Begins when no row waits for a process; there are two threads, so two experiments are under way at the most."""
     processes.wait_for_room()
     return measure(context_for(name, shared=processes, **how))
 
@@ -98,7 +98,7 @@ def _judged(measured: Future) -> Result:
 
 
 def _with_notebooks(
-    outcomes: Iterable[tuple[str, Result | UserError]], processes: Executor, seed: int, models: Sequence[str]
+    outcomes: Iterable[tuple[str, Result | UserError]], processes: SharedProcesses, seed: int, models: Sequence[str]
 ) -> Iterator[tuple[str, Result | UserError]]:
     """The same, in order, every result with its notebook, which is executed while the next ones come."""
     waiting: deque[tuple[str, Result | UserError, Future | None]] = deque()
@@ -107,7 +107,7 @@ def _with_notebooks(
         name, outcome, notebook = waiting.popleft()
         return name, outcome if notebook is None else _or_mistake(lambda: _completed(outcome, *_executed(notebook)))
 
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # a kernel that was stopped may still write
         for name, outcome in outcomes:
             notebook = None
             if isinstance(outcome, Result):
@@ -124,7 +124,7 @@ def _executed(notebook: Future) -> tuple[Path, float]:
         return notebook.result()
     except BrokenProcessPool as error:
         raise UserError(
-            "the process that executed its notebook was killed, or one beside it, most likely for lack of memory: "
+            "the process that executed its notebook was killed, most likely for lack of memory: "
             "close other programs and run the same command again, finished rows are kept"
         ) from error
 

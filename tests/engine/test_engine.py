@@ -115,9 +115,8 @@ def test_host_and_link_share_the_misses(policy, monkeypatch):
     assert torch.equal(engine.generate(ids, 24), resident.generate(ids, 24))
     engine.stats = Meter()
     monkeypatch.setattr(host_experts, "NEW_SHARE", 0.0)
-    host = engine.target.host
-    host.means_ms.clear()
-    host.alone_ms = 0.9 * engine.memory.transport.copy_ms  # about as long as a copy: they take turns
+    about_a_copy_ms = 0.9 * engine.memory.transport.copy_ms  # so they take turns
+    engine.target.host.means_ms = dict.fromkeys(range(1, 64), about_a_copy_ms)
     engine.generate(ids, 24)
     stats, copies = engine.stats, engine.stats.h2d_bytes // engine.memory.host[0, 0].nbytes
     assert stats.by_host > 0 and copies > 0 and not engine.memory.slots.pinned.any()
@@ -156,10 +155,14 @@ def test_sharing_is_even():
 
 def test_a_slow_pass_does_not_keep_the_cores_out_for_good():
     host = engine_of("qwen-nano", 6, mode="shared").target.host
-    copy_ms, missing = host.memory.transport.copy_ms, np.arange(4)
-    host.alone_ms, host.means_ms[9] = 0.5 * copy_ms, 1e3 * copy_ms  # as if kernels had been compiled meanwhile
-    tried = [host.share(missing, 9).any() for _ in range(host_experts.PATIENCE + 1)]
-    assert not any(tried[:-1]) and tried[-1]
+    memory, missing, slow_ms = host.memory, np.arange(4), 1e3 * host.memory.transport.copy_ms
+    host.alone_ms = host.means_ms[9] = slow_ms  # as if kernels had been compiled meanwhile, and something else before
+    tried = [host.share(missing, 9).sum() for _ in range(host_experts.PATIENCE)]
+    assert tried == [0] * (host_experts.PATIENCE - 1) + [1]
+    x, used = torch.ones(9, memory.shape.hidden), np.zeros((9, memory.shape.top_k), np.int64)
+    parts = torch.zeros(9, memory.shape.top_k, memory.shape.hidden)
+    host.compute(0, missing[:1], x, used, torch.ones(9, memory.shape.top_k), parts)
+    assert host.means_ms[9] < slow_ms  # what was measured, not a tenth of it
 
 
 @pytest.mark.parametrize("how", [{"draft": "none"}, {"policy": "lru"}])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
@@ -166,13 +167,27 @@ def touched(path):
         time.sleep(0.05)
 
 
-def test_a_killed_process_costs_what_was_submitted_and_no_more(log):
-    with local_processes.shared_processes(1) as shared:
-        with pytest.raises(BrokenProcessPool):
-            shared.submit(os._exit, 1).result()
+def test_a_killed_process_costs_what_it_was_at_and_no_more(log):
+    with local_processes.shared_processes(2) as shared:
+        killed = shared.submit(os._exit, 1)
         rows = jobs.run(replace(context(), shared=shared), toy.squares(context()))
-    assert [row["square"] for row in rows] == [0, 1, 4, 9]
+        with pytest.raises(BrokenProcessPool):
+            killed.result()
+        again = jobs.run(replace(context(), shared=shared, fresh=True), toy.squares(context()))
+    assert [row["square"] for row in rows] == [row["square"] for row in again] == [0, 1, 4, 9]
     assert not multiprocessing.active_children()
+
+
+def test_a_failed_experiment_takes_back_what_it_submitted(log, monkeypatch):
+    monkeypatch.setenv("TOY_FAIL", "0")
+    with local_processes.shared_processes(1) as shared:
+        with pytest.raises(UserError, match="^square of 0"):
+            jobs.run(replace(context(), shared=shared), toy.squares(context(), count=30))
+        with pytest.raises(BrokenProcessPool):  # a kill behind it is somebody else's
+            shared.submit(os._exit, 1).result()
+        shared.wait_for_room()
+        assert shared.submit(abs, -3).result() == 3
+    assert len(log.read_text().splitlines()) < 5
 
 
 def test_the_memory_of_processes_that_live_on_counts():
@@ -192,8 +207,10 @@ def test_ctrl_c_ends_shared_processes_and_no_new_ones_begin():
         shared.submit(time.sleep, 600)
         raise KeyboardInterrupt
     assert not multiprocessing.active_children()
-    with pytest.raises((BrokenProcessPool, RuntimeError)):
+    with pytest.raises(RuntimeError):
         shared.submit(os.getpid)
+    with pytest.raises(CancelledError):
+        shared.wait_for_room()
     assert not multiprocessing.active_children()
 
 

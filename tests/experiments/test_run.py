@@ -102,7 +102,7 @@ def executed(result):
 def test_the_next_experiment_computes_beside_the_last_rows_of_one(log, notebook, monkeypatch, capsys):
     """The last row of the first experiment waits for one of the second; a mistake in one keeps none of the others from being done."""
     notebook(COUNT_ROWS)
-    monkeypatch.setattr(runner, "process_count", lambda tier, models: 2)
+    monkeypatch.setattr(runner, "process_count", lambda *_: 2)
     monkeypatch.setenv("TOY_LINES", "5")
     monkeypatch.setenv("TOY_WANTED", "5")
     done = dict(runner.reproduce_each(["specter-kernel", "squares", "toy-squares", "again"]))

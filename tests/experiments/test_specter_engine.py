@@ -79,7 +79,7 @@ def test_claims_and_figure(rows):
     assert len(engine.plot(rows).axes) == 2
 
 
-@pytest.mark.parametrize("refused", [engine_runs.RESIDENT, engine_runs.ALL_IDEAS])
+@pytest.mark.parametrize("refused", engine_runs.SYSTEMS)
 def test_claims_and_figure_where_a_system_was_refused(rows, refused):
     left = rows[rows["item"] != refused]
     assert {measured.id for measured in engine.claims(left)} == {measured.id for measured in engine.claims(rows)}

@@ -105,33 +105,42 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
 
 def _speedups(rows: pd.DataFrame) -> list[Measured]:
     ms = medians(rows, "measured_ms_per_token").drop(index=ALL_SETS, level="prompt_set")
-    found = []
-    ratio = ms["specmoeoff"] / ms[ONLINE]
+    ratio = (ms["specmoeoff"] / ms[ONLINE]).dropna()
     others = ", ".join(
         f"{title} {(ms['specmoeoff'] / ms[name]).mean():.2f}"
         for name, title in (("specter", "paper mode"), (SHARED, "CPU sharing"))
     )
     note = f"{len(ratio)} cells, smallest {ratio.min():.2f}; means for {others}"
-    for name, value in (("mean", ratio.mean()), ("max", ratio.max())):
-        found.append(Measured(f"specter-engine/over-specmoeoff@{name}", float(value), n=len(ratio), note=note))
+    found = [_of_cells(f"over-specmoeoff@{name}", ratio, name, note) for name in ("mean", "max")]
     for system in ("lru", "lru-s"):
-        ratio = ms[system] / ms[ONLINE]
-        note = f"mean of {len(ratio)} cells, {ratio.min():.2f} to {ratio.max():.2f}; with CPU sharing {(ms[system] / ms[SHARED]).mean():.2f}"
-        found.append(
-            Measured(f"specter-engine/over-demand-loading@{system}", float(ratio.mean()), n=len(ratio), note=note)
-        )
+        ratio = (ms[system] / ms[ONLINE]).dropna()
+        note = f"mean of {_range(ratio)}; with CPU sharing {(ms[system] / ms[SHARED]).mean():.2f}"
+        found.append(_of_cells(f"over-demand-loading@{system}", ratio, "mean", note))
     fastest = fastest_systems(rows)
-    best = pd.Series({cell: ms.at[cell, fastest[cell[:2]]] for cell in ms.index})
-    who = ", ".join(f"{model} {budget} {name}" for (model, budget), name in fastest.items())
+    best = pd.Series({cell: ms.at[cell, fastest[cell[:2]]] for cell in ms.index if cell[:2] in fastest})
+    rounds = medians(rows, "n_rounds").xs(ALL_SETS, level="prompt_set")
+    who = ", ".join(
+        f"{model} {budget} {name} ({rounds.at[(model, budget), name]:.0f} rounds a repeat)"
+        for (model, budget), name in fastest.items()
+    )
     for claim, system in (("demand-loading", "lru"), ("paper-mode", "specter")):
-        ratio = ms[system] / best
-        note = f"{len(ratio)} cells, {ratio.min():.2f} to {ratio.max():.2f}; fastest: {who}"
-        found.append(Measured(f"specter-engine/best-over-{claim}", float(ratio.mean()), n=len(ratio), note=note))
+        ratio = (ms[system] / best).dropna()
+        found.append(_of_cells(f"best-over-{claim}", ratio, "mean", f"{_range(ratio)}; fastest: {who}"))
     found += _peers(rows)
-    worst = (ms[[ONLINE, "specter-fast"]].min(axis=1) / ms["specter"]).groupby(["model", "budget"]).mean()
-    found.append(Measured("specter-engine/not-slower-than-paper-mode", float(worst.max()), n=len(worst),
-                          note="fast mode over paper mode, worst of " + ", ".join(f"{m} {b} {v:.2f}" for (m, b), v in worst.items())))  # fmt: skip
-    return found
+    ratio = (ms[[ONLINE, "specter-fast"]].min(axis=1) / ms["specter"]).groupby(["model", "budget"]).mean().dropna()
+    note = "fast mode over paper mode, worst of " + ", ".join(f"{m} {b} {v:.2f}" for (m, b), v in ratio.items())
+    return [*found, _of_cells("not-slower-than-paper-mode", ratio, "max", note)]
+
+
+def _of_cells(claim: str, ratio: pd.Series, how: str, note: str) -> Measured:
+    """Mean or maximum over the cells that have both systems."""
+    if ratio.empty:
+        return Measured(f"specter-engine/{claim}", None, note="one of the two systems was refused")
+    return Measured(f"specter-engine/{claim}", float(ratio.agg(how)), n=len(ratio), note=note)
+
+
+def _range(ratio: pd.Series) -> str:
+    return f"{len(ratio)} cells, {ratio.min():.2f} to {ratio.max():.2f}"
 
 
 def _peers(rows: pd.DataFrame) -> list[Measured]:
@@ -142,7 +151,7 @@ def _peers(rows: pd.DataFrame) -> list[Measured]:
     found = []
     for claim, item, ours in (("over-accelerate", ACCELERATE, ms[ONLINE]), ("over-llama-cpp", LLAMA, best)):
         peers = rows[(rows["by"] == "peer") & (rows["item"] == item)]
-        ran = peers[peers["measured_ms_per_token"].notna()]
+        ran = peers[peers["measured_ms_per_token"].notna() & peers["model"].map(ours).notna()]
         if ran.empty:
             why = "; ".join(dict.fromkeys(peers["title"])) or "not run"
             found.append(Measured(f"specter-engine/{claim}", None, note=why))
@@ -163,8 +172,9 @@ def _limits(rows: pd.DataFrame) -> list[Measured]:
         f"{r.model} {r.budget} {r.item}: {r.measured_ms:.1f} ms, link {r.link_ms:.1f}" for r in ours.itertuples()
     )
     busiest = float(bound["link_busy_share"].min()) if len(bound) else nan
+    worst = ours["over_floor"].max()
     return [
-        Measured("specter-engine/over-floor", float(ours["over_floor"].max()), n=len(ours), note=said),
+        Measured("specter-engine/over-floor", None if np.isnan(worst) else float(worst), n=len(ours), note=said),
         Measured("specter-engine/link-busy", None if np.isnan(busiest) else busiest, n=len(bound),
                  note="the least busy setting of those that the link limits"),
     ]  # fmt: skip
@@ -178,12 +188,15 @@ def _compute_share(rows: pd.DataFrame) -> Measured:
         .groupby([demand["model"], demand["budget"]])
         .median()
     )
+    if share.empty:
+        return Measured("specter-engine/compute-share", None, note="demand loading was refused")
     note = ", ".join(f"{model} {budget} {value:.1%}" for (model, budget), value in share.items())
     return Measured("specter-engine/compute-share", float(share.max()), n=len(share), note=note)
 
 
 def _passes(rows: pd.DataFrame) -> list[Measured]:
-    passes = rows[(rows["by"] == "pass") & rows["floor_ms"].notna()].copy()
+    passes = rows[(rows["by"] == "pass") & rows["floor_ms"].notna()]
+    passes = passes.drop_duplicates(["model", "item", "measured_ms"])  # measured once for both budgets, or for each
     passes["ratio"] = passes["measured_ms"] / passes["floor_ms"]
     found = []
     for claim, part in (("draft-step", passes["item"] == DRAFT_STEP), ("verify", passes["item"] == "verify 9")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from math import isnan, nan
 from statistics import mean
 
 import pandas as pd
@@ -109,16 +110,19 @@ def claims(rows: pd.DataFrame) -> list[Measured]:
         return [Measured(f"specter-engine/{name}", None, note="no batch was measured") for name in names.values()]
     clock, rate = table(rows, REQUEST_CLOCK), table(rows, THROUGHPUT)
     last, middle = max(rate.columns), sorted(rate.columns)[-2]
-    ratio = rate[middle].unstack("item")
-    ours = [name for name in OURS if name in ratio]
-    gains = ratio[ours].div(ratio["specmoeoff"], axis=0)
-    inflation = (clock[last] / clock[min(clock.columns)]).unstack("item")[ours]
+    at_middle, inflation = rate[middle].unstack("item"), (clock[last] / clock[min(clock.columns)]).unstack("item")
+    ours = [name for name in OURS if name in at_middle]
+    baseline = at_middle.get("specmoeoff", pd.Series(nan, at_middle.index))
+    gains, inflation = at_middle[ours].div(baseline, axis=0), inflation[ours]
     requests = int(rows.loc[rows["by"] == BATCH, "n_requests"].max())
+    found = (
+        ("inflation", inflation.min(axis=1).max(), f"B = {last} over B = 1, a request's own clock: {_each(inflation)}"),
+        ("throughput", gains.max(axis=1).min(), f"B = {middle}: {_each(gains)}"),
+    )
     return [
-        Measured(f"specter-engine/{names['inflation']}", float(inflation.min(axis=1).max()), n=requests,
-                 note=f"B = {last} over B = 1, a request's own clock: {_each(inflation)}"),
-        Measured(f"specter-engine/{names['throughput']}", float(gains.max(axis=1).min()), n=requests,
-                 note=f"B = {middle}: {_each(gains)}"),
+        Measured(f"specter-engine/{names[name]}", float(value), n=requests, note=note) if not isnan(value)
+        else Measured(f"specter-engine/{names[name]}", None, note="one of the two systems was refused")
+        for name, value, note in found
     ]  # fmt: skip
 
 

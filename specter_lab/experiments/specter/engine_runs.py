@@ -68,6 +68,7 @@ def exact_rows(model: str, digest: str, seed: int) -> jobs.Rows:
 
     `digest` names what is read in the cache key, here and below.
     """
+    forget_weights()
     weights, rows = load_weights(model), []
     plain = engine_for(weights, expert_budget=weights.shape.num_experts, in_slots=True, draft="none")
     plain.fill_slots()
@@ -90,10 +91,9 @@ def system_rows(model: str, digest: str, seed: int, budget: str) -> jobs.Rows:
     weights, machine = wide_weights(model), _machine(model)
     slots = slots_of(model, routing.family(model))[budget]
     bench = Bench(weights, model, budget, int(slots), _prompts(weights, seed), machine, seed)
+    rows = [row | {"budget": budget} for row in machine.rows()]  # those its simulated times are from
     if budget == "high":
-        rows = [*machine.rows(), *bench.group_rows([RESIDENT])]
-    else:
-        rows = []
+        rows += bench.group_rows([RESIDENT])
     rows += bench.group_rows([name for name in SYSTEMS if name != RESIDENT])
     if budget == "high":
         rows += [row | {"by": "part"} for row in bench.rows(bench.parts(), 1)]

@@ -19,7 +19,7 @@ def medians(rows: pd.DataFrame, column: str) -> pd.DataFrame:
 def fastest_systems(rows: pd.DataFrame) -> pd.Series:
     """This engine's fastest offloading system, all prompt sets together: its name by (model, budget)."""
     ms = medians(rows, "measured_ms_per_token").xs(ALL_SETS, level="prompt_set")
-    return ms.drop(columns=[RESIDENT, *BASELINES]).idxmin(axis=1)
+    return ms.drop(columns=[RESIDENT, *BASELINES]).dropna(how="all").idxmin(axis=1)
 
 
 def limits(rows: pd.DataFrame) -> pd.DataFrame:
