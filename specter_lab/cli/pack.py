@@ -12,7 +12,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "zoo name, folder or hub id, in BF16")
     add(parser, "store", files=True, metavar="STORE", help="folder of the store")
     add(parser, "--codec", default="planes", metavar="CODEC",
-        help="none, lz4, lz4hc, zstd, with a level as in zstd-3, huffman (smallest), or planes (fastest, default)")  # fmt: skip
+        help="none, lz4, lz4hc, zstd, with a level as in zstd-3, huffman (smallest), or planes (decompressed fastest of those "
+             "that compress, default)")  # fmt: skip
     add(
         parser,
         "--shards",

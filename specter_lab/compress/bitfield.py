@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specter_lab.compiled import compiled
-from specter_lab.compress.codecs import Codec
+from specter_lab.compress.codecs import DAMAGE, Codec
 from specter_lab.compress.recovery import recover
 from specter_lab.errors import UserError
 
@@ -75,7 +75,13 @@ def _split(patterns, sign_mantissa, exponents):
 
 @compiled
 def sign_mantissa_of(patterns, out):
-    """The first half of `split`, without memory of its own: [n] uint16 -> the first n of out, uint8."""
+    """The first half of `split`, without memory of its own: [n] uint16 -> the first n of out, uint8.
+
+    Raises:
+        ValueError: out is shorter.
+    """
+    if len(out) < len(patterns):
+        raise ValueError("fewer places than patterns")
     for i in range(len(patterns)):
         out[i] = np.uint8(((patterns[i] >> np.uint16(8)) & np.uint16(0x80)) | (patterns[i] & np.uint16(0x7F)))
 
@@ -111,7 +117,7 @@ def decode(fields: BitFields, codec: Codec) -> Tensor:
     """The tensor that was encoded, bit for bit, on the CPU.
 
     Raises:
-        ValueError: a shard does not hold as many exponents as it should.
+        ValueError: as in `decode_part`.
     """
     out = torch.empty(fields.shape, dtype=torch.bfloat16)
     patterns = bit_patterns(out)
@@ -124,7 +130,7 @@ def decode_shard(shards: Sequence[bytes], k: int, sign_mantissa: np.ndarray, cod
     """Decompress shard k and recover its part of `out` [n] uint16, while the exponents are still in the cache.
 
     Raises:
-        ValueError: the shard does not hold as many exponents as it should.
+        ValueError: as in `decode_part`.
     """
     first, last = shard_bounds(len(out), len(shards))[k]
     decode_part(shards[k], sign_mantissa[first:last], codec, out[first:last])
@@ -134,23 +140,46 @@ def decode_part(shard: bytes, sign_mantissa: np.ndarray, codec: Codec, out: np.n
     """The patterns of one shard: compressed exponents and [n] uint8 -> out [n] uint16, at once where the codec can.
 
     Raises:
-        ValueError: the shard does not hold as many exponents.
+        ValueError: the shard is damaged or does not hold as many exponents, or the lengths differ.
     """
-    if codec.recover is None or not len(out):
-        recover(sign_mantissa, exponents_of(shard, len(out), codec), out)
-    else:
+    put_together(shard, exponents_alone(shard, len(out), codec), sign_mantissa, codec, out)
+
+
+def exponents_alone(shard: bytes, num_weights: int, codec: Codec) -> np.ndarray | None:
+    """The first half of `decode_part`, without the other field: [n] uint8; None where the codec recovers at once.
+
+    Raises:
+        ValueError: as in `exponents_of`.
+    """
+    return exponents_of(shard, num_weights, codec) if codec.recover is None else None
+
+
+def put_together(
+    shard: bytes, exponents: np.ndarray | None, sign_mantissa: np.ndarray, codec: Codec, out: np.ndarray
+) -> None:
+    """The second half of `decode_part`, from what `exponents_alone` found in the shard.
+
+    Raises:
+        ValueError: as in `decode_part`.
+    """
+    if exponents is None:
         codec.recover(shard, sign_mantissa, out)
+    else:
+        recover(sign_mantissa, exponents, out)
 
 
 def exponents_of(shard: bytes, num_weights: int, codec: Codec) -> np.ndarray:
     """The exponents of one shard: [n] uint8.
 
     Raises:
-        ValueError: the shard does not hold as many.
+        ValueError: the shard is damaged, or does not hold as many.
     """
     if num_weights == 0:
         return np.empty(0, np.uint8)
-    exponents = np.frombuffer(codec.decompress(shard, num_weights), np.uint8)
+    try:
+        exponents = np.frombuffer(codec.decompress(shard, num_weights), np.uint8)
+    except DAMAGE as error:
+        raise ValueError(f"a shard of {num_weights} exponents cannot be decompressed ({error})") from error
     if len(exponents) != num_weights:
         raise ValueError(f"a shard of {num_weights} exponents holds {len(exponents)}")
     return exponents

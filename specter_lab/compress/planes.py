@@ -2,15 +2,16 @@
 
 The exponents of a layer's weights lie in a narrow window: eight neighbouring values hold 98.8 % of Gaussian ones. Those are
 written as 3 bits, counted from the window's first value; all others are exceptions, two bytes each. So 3.2 bits are left of
-8 where a Huffman code leaves 2.7, and decompression takes a fifth of the time or less. Where cores are few and the
-disk is fast, that is the better bargain.
+8 where a Huffman code leaves 2.6, and decompression takes a quarter of the time or less. Where cores are few and the disk
+is fast, that is the better bargain.
 
     header      n, exceptions: uint32; first value of the window: uint8
     planes      per block of 4096 exponents: bit 0 of all, bit 1, bit 2, 512 bytes each; bit i of byte j is exponent 512 i + j
     counts      exceptions per group of 128 exponents, a byte each
     exceptions  place in its group, a byte each; then the exponents, a byte each
 
-The last block is filled up. Any bytes come back; those that fill no window grow to as much as 2.5 times their size.
+Any bytes come back. Those that fill no window grow to as much as 2.5 times their size; fewer than three blocks, to more than
+that, because the last block is filled up: one byte becomes 1577.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def decompress(data: bytes, size: int) -> np.ndarray:
     """The [size] uint8 exponents that were compressed.
 
     Raises:
-        ValueError: the data are damaged, or hold another number of exponents.
+        ValueError: lengths, counts, places or the window do not fit, or the data hold another number of exponents. What flips
+            within planes and values is not seen here: a store has checksums.
     """
     parts = _parts(data, size)
     out = np.empty(-(-size // BLOCK) * BLOCK, np.uint8)
@@ -64,8 +66,10 @@ def decompress_and_recover(data: bytes, sign_mantissa: np.ndarray, out: np.ndarr
     """BF16 patterns at once: compressed exponents and [n] uint8 -> out [n] uint16; a block's exponents stay in the cache.
 
     Raises:
-        ValueError: as in `decompress`.
+        ValueError: as in `decompress`, or fields and patterns differ in length.
     """
+    if len(sign_mantissa) != len(out):
+        raise ValueError(f"{len(sign_mantissa)} bytes of sign and mantissa for {len(out)} patterns")
     if not _patterns(*_parts(data, len(out)), sign_mantissa, out):
         raise ValueError(DISORDER)
 
@@ -81,6 +85,8 @@ def _parts(data: bytes, size: int) -> tuple[np.ndarray, np.uint8, np.ndarray, np
         edges.append(edges[-1] + length)
     if n != size or edges[-1] != len(stored):
         raise ValueError(f"{size} exponents were expected, here are {n} in {len(stored)} of {edges[-1]} bytes")
+    if first > 256 - WINDOW:
+        raise ValueError(f"a window of {WINDOW} values cannot begin at {first}")
     planes, counts, places, values = (stored[a:b] for a, b in zip(edges, edges[1:]))
     return planes, np.uint8(first), counts, places, values
 
@@ -124,6 +130,6 @@ def _block(planes, first, counts, places, values, k, block, out):
         for _ in range(counts[block * GROUPS + group]):
             if k == len(places) or places[k] >= GROUP:
                 return -1
-            out[group * GROUP + places[k]] = values[k]
+            out[group * GROUP + int(places[k])] = values[k]
             k += 1
     return k

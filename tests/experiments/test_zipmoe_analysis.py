@@ -5,6 +5,7 @@ import pytest
 
 from specter_lab.experiments.claims import NOT_RUN, Setting, claims_of, judge_all
 from specter_lab.experiments.zipmoe import cache_planner, decompression, entropy, scheduler
+from specter_lab.paths import ROOT
 
 CPU = Setting("cpu")
 
@@ -19,13 +20,14 @@ def judged(module, name, rows):
 
 def test_entropy(monkeypatch):
     monkeypatch.setattr(entropy, "CONTROL_WEIGHTS", 1_200_000)
-    monkeypatch.setattr(entropy, "CODECS", ("lz4hc", "zstd-1", "huffman"))
+    monkeypatch.setattr(entropy, "CODECS", ("lz4hc", "zstd-1", "huffman", "planes"))
     rows = pd.DataFrame([r for s in ("phi-nano", entropy.GAUSSIAN, entropy.UNIFORM) for r in entropy.measure(s, "", 0)])
     found = judged(entropy, "zipmoe-entropy", rows)
     table = entropy.sizes(rows)
     assert (table["floor"] < table["huffman"]).all() and (table["huffman"] < table["zstd-1"]).all()
     assert (table["zstd-1"] < table["lz4hc"]).all()
     assert found["gaussian-exponent"].verdict == "reproduced"
+    assert f"planes (of stores) {table.loc[entropy.GAUSSIAN, 'planes']:.3f}" in found["gaussian-size@zstd"].why
     assert rows["exponent_bits"].between(2, 3).all() and rows["sign_bits"].between(0.99, 1).all()
 
 
@@ -69,12 +71,16 @@ def test_cache_planner(monkeypatch):
 
 
 def test_decompression(monkeypatch, out):
-    monkeypatch.setattr(decompression, "CODECS", ("lz4", "planes"))
+    monkeypatch.setattr(decompression, "CODECS", ("zstd-1", "planes"))
     monkeypatch.setattr(decompression, "THREADS", (1, 2))
     rows = pd.DataFrame(decompression.measure("", ""))
-    monkeypatch.setattr(decompression, "CODECS", ("planes",))
     found = judged(decompression, "zipmoe-decompression", rows)
     assert found["one-core"].ours > 0.3
+    speeds = decompression.decoded(rows).set_index(["codec", "threads"])[["gb_s", "low_gb_s", "high_gb_s"]]
+    needed, cores = decompression.output_rate_to_match(rows, "zstd-1"), min(2, int(rows["cores"].max()))
+    for claim, threads, over in (("one-core", 1, 1), ("two-cores", 2, 1), ("keeps-up", cores, needed)):
+        beside = "zstd-1: {:.2f} [{:.2f}, {:.2f}]".format(*speeds.loc[("zstd-1", threads)] / over)
+        assert beside in found[claim].why and "planes" in found[claim].why
     rows.loc[rows["kind"] == decompression.READ, "gb_s"] = 1e-3
     assert decompression.crossover(rows, "planes") == 1
     rows.loc[rows["kind"] == decompression.READ, "gb_s"] = 1e6
@@ -89,3 +95,10 @@ def test_inputs_name_the_models(module):
 
     context = context_for("zipmoe-entropy", tier="cpu", seed=0)
     assert {"qwen-nano", "phi-nano", "deepseek-nano"} <= module.inputs(context).keys()
+
+
+def test_examples_are_packed_into_folders_that_name_the_codec():
+    """Else another default finds the store of the last one, and refuses."""
+    notebooks = [path.read_text(encoding="utf-8") for path in (ROOT / "notebooks").glob("zipmoe-*.ipynb")]
+    stores = [line for text in notebooks for line in text.splitlines() if '"store = ' in line]
+    assert len(stores) == 6 and all("{DEFAULT_CODEC}" in line for line in stores)

@@ -63,6 +63,13 @@ def budgets_hold(rows):
     assert (rows.loc[rows["system"] == LOAD, "hit_share"] == 0).all()
 
 
+def test_another_codec_is_another_store_of_the_same_model(monkeypatch):
+    folder, store, rows = (name("qwen-nano") for name in (setting._folder, setting._store, setting._digest))
+    monkeypatch.setattr(setting, "DEFAULT_CODEC", "huffman")
+    assert setting._folder("qwen-nano") == folder and setting._store("qwen-nano") != store
+    assert setting._digest("qwen-nano") != rows
+
+
 def test_wide_models_compress_like_trained_ones():
     ready = setting.wide("qwen-nano")
     trained = expert_tensor("qwen-nano")

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from specter_lab.compress.bitfield import decode_part, exponents_of, recover, shard_bounds
+from specter_lab.compress.bitfield import shard_bounds, sign_mantissa_of
 from specter_lab.compress.codecs import codec
 from specter_lab.engine.store.layout import Index, Record, padded
 from specter_lab.engine.store.reader import PagedMemory, Reader
-from specter_lab.engine.zipmoe.fetch import read_exponents
+from specter_lab.engine.zipmoe.fetch import Counters, decompress, finish, read_exponents
 from specter_lab.engine.zipmoe.memory import Buffer, Held, sizes_of
 from specter_lab.engine.zipmoe.settings import Settings
 from specter_lab.measure.host_speed import usable_cores
@@ -31,25 +31,27 @@ Activation = Callable[[Tensor], Tensor]
 def measure_costs(index: Index, reader: Reader, settings: Settings) -> Costs:
     """Seconds of every operation on one expert, the median over a few experts of the store.
 
-    Reads are timed as they come in the runtime, side by side: a chunk's time is its share of the bytes.
+    Reads are timed as they come in the runtime, side by side, and first: what was read once comes back faster, from the page
+    cache or that of the host. A chunk's time is its share of the bytes.
     """
     records = list(index.experts.values())
     few = records[:: max(1, len(records) // COSTED)]
     buffers = [_buffers(index) for _ in range(1 + max(settings.workers, READERS - 1))]
-    _time_one(index, reader, few[0], buffers[0])  # first use compiles and warms up
-    timed = np.median([_time_one(index, reader, record, buffers[0]) for record in few], axis=0)
-    decompress_s, recover_s, execute_s = timed.tolist()
     begun = time.perf_counter()
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(lambda i: _read(reader, few[i::READERS], buffers[i]), range(READERS)))
     byte_s = (time.perf_counter() - begun) / sum(r.exponent_bytes + r.sign_mantissa.padded_bytes for r in few)
+    _time_one(index, reader, few[0], buffers[0])  # first use compiles and warms up
+    sign_mantissa_of(buffers[0].full.view(np.uint16)[: index.num_weights], buffers[0].sign_mantissa)  # splitting, too
+    timed = np.median([_time_one(index, reader, record, buffers[0]) for record in few], axis=0)
+    decompress_s, recover_s, execute_s = timed.tolist()
     for mine in buffers[1:]:
         _read(reader, few[:1], mine)
     return Costs(
         read_sm_s=byte_s * padded(index.num_weights),
         read_shard_s=byte_s * sum(record.exponent_bytes for record in few) / len(few) / index.num_shards,
         decompress_s=decompress_s, recover_s=recover_s, execute_s=execute_s, shards=index.num_shards,
-        workers=settings.workers, cores=_cores(index, few[0], buffers), ahead=round(AHEAD_USED * settings.prefetch),
+        workers=settings.workers, cores=_cores(index, few[0], buffers), ahead=int(AHEAD_USED * settings.prefetch + 0.5),
     )  # fmt: skip
 
 
@@ -57,6 +59,7 @@ def _cores(index: Index, record: Record, buffers: Sequence[Held]) -> float:
     """How many cores' work executor and workers do side by side: less than there are where memory or others hold them up.
 
     `buffers` are the executor's and each worker's; those of the workers hold the expert's chunks.
+    Right with one PyTorch thread only: the time of others that help the executor is not counted, and too few cores are found.
     """
     hidden, (executor, *workers) = torch.ones(1, index.hidden, dtype=torch.bfloat16), buffers
     works = [lambda: compute_expert(index, hidden, executor.full, silu)]
@@ -64,10 +67,11 @@ def _cores(index: Index, record: Record, buffers: Sequence[Held]) -> float:
 
     def repeated(work: Callable[[], object]) -> tuple[float, float]:
         """How often in a second, and processor seconds of one."""
-        begun, used, times = time.perf_counter(), time.thread_time(), 0
-        while (passed_s := time.perf_counter() - begun) < REPEATED_S:
+        begun, used, times, passed_s = time.perf_counter(), time.thread_time(), 0, 0.0
+        while passed_s < REPEATED_S:
             work()
             times += 1
+            passed_s = time.perf_counter() - begun
         return times / passed_s, (time.thread_time() - used) / times
 
     alone_s = [repeated(work)[1] for work in works]
@@ -94,29 +98,23 @@ def _shards(index: Index, record: Record, buffers: Held) -> list[tuple[Buffer, t
     return list(zip(chunks, shard_bounds(index.num_weights, index.num_shards)))
 
 
-def _decode(index: Index, record: Record, buffers: Held) -> list[float]:
-    """Decompress and recover one expert, whose chunks are in `buffers`; seconds of both."""
-    used, parts, out = codec(index.codec), _shards(index, record, buffers), buffers.full.view(np.uint16)
-    marks = [time.perf_counter()]
-    if used.recover is None:
-        exponents = [exponents_of(shard, last - first, used) for shard, (first, last) in parts]
-        marks.append(time.perf_counter())
-        for found, (_, (first, last)) in zip(exponents, parts):
-            recover(buffers.sign_mantissa[first:last], found, out[first:last])
-    else:  # both at once: all of it counts as decompression
-        for shard, (first, last) in parts:
-            decode_part(shard, buffers.sign_mantissa[first:last], used, out[first:last])
-        marks.append(time.perf_counter())
-    return np.diff([*marks, time.perf_counter()]).tolist()
+def _decode(index: Index, record: Record, buffers: Held) -> Counters:
+    """Decompress and recover one expert, whose chunks are in `buffers`."""
+    used, spent = codec(index.codec), Counters()
+    parts, out = _shards(index, record, buffers), buffers.full.view(np.uint16)
+    exponents = [decompress(shard, last - first, used, spent) for shard, (first, last) in parts]
+    for found, (shard, (first, last)) in zip(exponents, parts):
+        finish(shard, found, buffers.sign_mantissa[first:last], used, out[first:last], spent)
+    return spent
 
 
 def _time_one(index: Index, reader: Reader, record: Record, buffers: Held) -> list[float]:
     """Seconds to decompress an E-chunk, to recover and to execute the expert, read before."""
     _read(reader, [record], buffers)
-    decompress_s, recover_s = _decode(index, record, buffers)
+    spent = _decode(index, record, buffers)
     begun = time.perf_counter()
     compute_expert(index, torch.ones(1, index.hidden, dtype=torch.bfloat16), buffers.full, silu)
-    return [decompress_s / index.num_shards, recover_s, time.perf_counter() - begun]
+    return [spent.decompress_s / index.num_shards, spent.recover_s, time.perf_counter() - begun]
 
 
 def compute_expert(index: Index, hidden: Tensor, full: Buffer, activation: Activation) -> Tensor:

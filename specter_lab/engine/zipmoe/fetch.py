@@ -1,11 +1,13 @@
 """Putting experts together: one I/O thread reads SM-chunks, L workers read E-chunks, decompress and hand them on.
 
 A `Fetch` is one expert on its way. It is *ready* when all its shards are recovered. Shards that are there before the SM-chunk
-wait for it and then go to the workers once more: the I/O thread does nothing but read. Errors travel with the fetch.
+wait for it and then go to the workers once more, before those of experts begun later: the I/O thread does nothing but read.
+Errors travel with the fetch.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -13,15 +15,16 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from itertools import count
+from queue import PriorityQueue, SimpleQueue
 
 import numpy as np
 
-from specter_lab.compress.bitfield import decode_part, exponents_of, recover, shard_bounds
+from specter_lab.compress.bitfield import exponents_alone, put_together, shard_bounds
 from specter_lab.compress.codecs import Codec
 from specter_lab.engine.store.layout import Key, Record, padded
 from specter_lab.engine.store.reader import Reader
-from specter_lab.engine.zipmoe.memory import Held
+from specter_lab.engine.zipmoe.memory import Buffer, Held
 
 JOIN_S = 10.0
 
@@ -36,11 +39,11 @@ class Fetch:
     read_exponents: bool
     borrowed: frozenset[str] = frozenset()  # parts that a pool lends
     raw: bool = False  # the raw copy instead of bit fields: no decompression
+    number: int = 0  # fetches begun before it
     waiting: set[int] = field(default_factory=set)  # shards that were there before the SM-chunk
     read: set[int] = field(default_factory=set)  # E-chunks read for this fetch
-    exponents: dict[int, np.ndarray] = field(
-        default_factory=dict
-    )  # decompressed; no codec that recovers at once has any
+    # Decompressed shards; None of a codec that recovers at once.
+    exponents: dict[int, np.ndarray | None] = field(default_factory=dict)
     left: int = 0  # shards that are not recovered
     sign_mantissa_here: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -67,8 +70,8 @@ class ReadAhead:
 class Counters:
     """Seconds that threads were busy, summed over threads."""
 
-    decompress_s: float = 0.0
-    recover_s: float = 0.0  # decompression included where a codec does both at once
+    decompress_s: float = 0.0  # recovery included where a codec does both at once
+    recover_s: float = 0.0
 
 
 class Fetcher:
@@ -79,7 +82,9 @@ class Fetcher:
         self.reader, self.codec, self.counters = reader, codec, Counters()
         self.ready: SimpleQueue[Fetch] = SimpleQueue()
         self._give = give
-        self._shards: SimpleQueue[tuple[Fetch, int] | None] = SimpleQueue()
+        self._begun = count()
+        # In the order of fetches; no fetch: the end.
+        self._shards: PriorityQueue[tuple[float, int, Fetch | None]] = PriorityQueue()
         self._reads: deque[Fetch | ReadAhead] = deque()  # demand in front
         self._some = threading.Condition()
         self._closing = False
@@ -90,7 +95,7 @@ class Fetcher:
 
     def start(self, fetch: Fetch) -> None:
         """Begin to put an expert together; it comes out of `ready`."""
-        fetch.left = len(fetch.record.shards)
+        fetch.number, fetch.left = next(self._begun), len(fetch.record.shards)
         fetch.sign_mantissa_here = not fetch.read_sign_mantissa
         if fetch.read_sign_mantissa or fetch.raw:
             with self._some:
@@ -99,7 +104,7 @@ class Fetcher:
                 self._some.notify()
         if not fetch.raw:
             for k in range(len(fetch.record.shards)):
-                self._shards.put((fetch, k))
+                self._shards.put((fetch.number, k, fetch))
 
     def read_ahead(self, ahead: ReadAhead) -> None:
         """Read an expert's chunks when there is nothing more urgent."""
@@ -127,7 +132,7 @@ class Fetcher:
             self._reads.clear()
             self._some.notify_all()
         for _ in self._threads[1:]:
-            self._shards.put(None)
+            self._shards.put((math.inf, 0, None))
         for thread in self._threads:
             thread.join(JOIN_S)
         if alive := [thread.name for thread in self._threads if thread.is_alive()]:
@@ -179,15 +184,15 @@ class Fetcher:
             early = sorted(fetch.waiting)
             fetch.waiting.clear()
         for k in early:
-            self._shards.put((fetch, k))
+            self._shards.put((fetch.number, k, fetch))
 
     def _read(self, record: Record, held: Held) -> None:
         chunk = record.sign_mantissa
         self.reader.read_into(held.sign_mantissa[: chunk.padded_bytes], chunk.offset)
 
     def _work_loop(self) -> None:
-        while (task := self._shards.get()) is not None:
-            fetch, k = task
+        while (task := self._shards.get())[-1] is not None:
+            _, k, fetch = task
             if fetch.error is None:
                 self._guarded(fetch, self._shard, fetch, k)
 
@@ -199,21 +204,14 @@ class Fetcher:
         if fetch.read_exponents and k not in fetch.read:
             self.reader.read_into(fetch.held.exponents[at : at + chunk.padded_bytes], chunk.offset)
             fetch.read.add(k)
-        if self.codec.recover is None and k not in fetch.exponents:
-            start = time.perf_counter()
-            fetch.exponents[k] = exponents_of(shard, last - first, self.codec)
-            self.counters.decompress_s += time.perf_counter() - start
+        if k not in fetch.exponents:
+            fetch.exponents[k] = decompress(shard, last - first, self.codec, self.counters)
         with fetch.lock:
             if not fetch.sign_mantissa_here:
                 fetch.waiting.add(k)
                 return
-        start = time.perf_counter()
         fields, out = fetch.held.sign_mantissa[first:last], fetch.held.full.view(np.uint16)[first:last]
-        if k in fetch.exponents:
-            recover(fields, fetch.exponents.pop(k), out)
-        else:
-            decode_part(shard, fields, self.codec, out)
-        self.counters.recover_s += time.perf_counter() - start
+        finish(shard, fetch.exponents.pop(k), fields, self.codec, out, self.counters)
         with fetch.lock:
             fetch.left -= 1
             done = fetch.left == 0
@@ -227,6 +225,28 @@ class Fetcher:
             if fetch.error is None:
                 fetch.error = error
                 self.ready.put(fetch)
+
+
+def decompress(shard: Buffer, num_weights: int, codec: Codec, spent: Counters) -> np.ndarray | None:
+    """`exponents_alone`, timed."""
+    begun = time.perf_counter()
+    found = exponents_alone(shard, num_weights, codec)
+    passed_s = time.perf_counter() - begun
+    spent.decompress_s += passed_s
+    return found
+
+
+def finish(
+    shard: Buffer, exponents: np.ndarray | None, sign_mantissa: Buffer, codec: Codec, out: np.ndarray, spent: Counters
+) -> None:
+    """`put_together`, timed: as decompression where the codec does both at once."""
+    begun = time.perf_counter()
+    put_together(shard, exponents, sign_mantissa, codec, out)
+    passed_s = time.perf_counter() - begun
+    if exponents is None:
+        spent.decompress_s += passed_s
+    else:
+        spent.recover_s += passed_s
 
 
 def read_exponents(reader: Reader, record: Record, buffer: np.ndarray) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specter_lab.compress.bitfield import shard_bounds, sign_mantissa_of
+from specter_lab.compress.bitfield import sign_mantissa_of
+from specter_lab.compress.codecs import codec
 from specter_lab.engine.store.layout import Index, padded
 from specter_lab.engine.store.reader import PagedMemory
 from specter_lab.engine.zipmoe.settings import RAW_COPY, Settings
@@ -24,13 +25,16 @@ def sizes_of(index: Index) -> Sizes:
 
 
 def staging_bytes(index: Index, settings: Settings) -> int:
-    """What experts being put together take beside the pools: buffers, and what the workers' codecs put out."""
+    """What experts being put together take beside the pools: buffers, and exponents that wait for their SM-chunk decompressed.
+
+    A codec that recovers at once leaves no exponents.
+    """
     sizes = sizes_of(index)
     if settings.form == RAW_COPY:
         return settings.in_flight * sizes.full
     parts = staged_parts(settings) * (sizes.sign_mantissa + sizes.exponents)
-    longest = max(last - first for first, last in shard_bounds(index.num_weights, index.num_shards))
-    return settings.in_flight * sizes.full + parts + settings.workers * longest
+    decompressed = index.num_weights if codec(index.codec).recover is None else 0
+    return settings.in_flight * (sizes.full + decompressed) + parts
 
 
 def staged_parts(settings: Settings) -> int:

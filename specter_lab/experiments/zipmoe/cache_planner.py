@@ -37,9 +37,8 @@ from specter_lab.plan.zipmoe.schedule import by_blocks, timeline
 from specter_lab.plan.zipmoe.work import Costs, State, work_of
 
 TRAIN_PER_SET, HELD_OUT_PER_SET = 50, 50
-TEMPERATURE = (
-    1.0  # greedy text of small models repeats itself, and recent use would look like a better guide than it is
-)
+# Greedy text of small models repeats itself, and recent use would look like a better guide than it is.
+TEMPERATURE = 1.0
 NEW_TOKENS = 128
 POOL_SHARES = (0.1, 0.25, 0.5)  # of the experts of a layer
 RELEASED = {"deepseek": 22, "qwen": 21, "phi": 10}  # active experts in the paper's released code (Switch: 10 for 1)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specter_lab import paths
-from specter_lab.engine.store.layout import Index, read_index
+from specter_lab.engine.store.layout import INDEX, Index, read_index
 from specter_lab.engine.store.pack import DEFAULT_CODEC, pack
 from specter_lab.engine.zipmoe.model import Generation, generate, open_store
 from specter_lab.engine.zipmoe.settings import BASELINES, ZIPMOE, Settings
@@ -125,13 +125,17 @@ def scratch() -> Path:
 
 
 def _folder(model: str) -> Path:
-    """Where a wide model lies."""
-    key = hashlib.sha256(json.dumps([model_digest(model), WIDE[model], DEFAULT_CODEC]).encode()).hexdigest()[:12]
+    """Where a wide model lies, and its stores."""
+    key = hashlib.sha256(json.dumps([model_digest(model), WIDE[model]]).encode()).hexdigest()[:12]
     return scratch() / f"{model}-{key}"
 
 
+def _store(model: str) -> Path:
+    return _folder(model) / f"store-{DEFAULT_CODEC}"
+
+
 def _is_on_disk(model: str) -> bool:
-    return (_folder(model) / "store" / "index.json").exists()
+    return (_store(model) / INDEX).exists()
 
 
 @cache
@@ -143,7 +147,7 @@ def wide(model: str) -> Wide:
     """
     config, folder = read_config(resolve(model)), _folder(model)
     folder.mkdir(exist_ok=True)
-    checkpoint, store = folder / "checkpoint", folder / "store"
+    checkpoint, store = folder / "checkpoint", _store(model)
     with locked(folder):
         if not checkpoint.exists():
             larger = type(config)(**{**config.to_dict(), **WIDE[model]})

@@ -7,7 +7,9 @@
     M  nothing                           read both, ...
 
 Three kinds of machine do it: one I/O thread reads SM-chunks; L workers read E-chunks where they must, and decompress them;
-one executor recovers and executes. An expert is ready for the executor when its SM-chunk and all its E-chunks are there.
+one executor executes. Who recovers? The paper's executor, and it is counted there; in our runtime the workers do, and what a
+codec does at once with decompression is counted as that. An expert is ready for the executor when its SM-chunk and all its
+E-chunks are there.
 """
 
 from __future__ import annotations
@@ -45,9 +47,8 @@ class Costs:
     execute_s: float  # for the tokens of one layer call
     shards: int
     workers: int  # L
-    cores: float | None = (
-        None  # whose work executor and workers do together, one disk reads for all; None: nobody waits for another
-    )
+    # Whose work executor and workers do together while one disk reads for all; None: nobody waits for another.
+    cores: float | None = None
     ahead: int = 0  # experts of M that a layer call usually finds read ahead, while attention computed
 
 
@@ -82,12 +83,12 @@ def work_of(expert: int, state: State, costs: Costs) -> Work:
 def shared_work_of(expert: int, state: State, costs: Costs) -> Work:
     """As `work_of`, on a machine whose cores, memory and disk are shared: what a thread would do alone takes longer.
 
-    Reads queue at one disk, whoever asks. The executor has a core; the workers share what else there is, but get as much as
-    one thread of all does from a single core. Without `cores` nothing is shared.
+    Reads queue at one disk, whoever asks. The executor has a core; the workers share what else there is, and have no less than
+    L / (L + 1) of a core: what L of L + 1 threads get that share one fairly. Without `cores` nothing is shared.
     """
     alone = work_of(expert, state, costs)
     if costs.cores is None or not alone.shard_s:
         return alone
     io_s = alone.io_s + (0.0 if state.has_exponents else costs.shards * costs.read_shard_s)
-    lag = max(1.0, costs.workers / max(costs.cores - 1, 1 / (costs.workers + 1)))
+    lag = max(1.0, costs.workers / max(costs.cores - 1, costs.workers / (costs.workers + 1)))
     return Work(expert, io_s, (lag * costs.decompress_s,) * costs.shards, alone.execute_s)

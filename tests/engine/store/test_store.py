@@ -56,7 +56,7 @@ def test_a_store_holds_the_checkpoint(model, tmp_path):
         assert all(chunk.offset % PAGE == 0 for _, _, chunk in record.chunks())
 
 
-@pytest.mark.parametrize("codec", ["none", "lz4", "lz4hc-3", "zstd-3"])
+@pytest.mark.parametrize("codec", ["none", "lz4", "lz4hc-3", "zstd-3", "huffman"])
 def test_other_codecs(codec, tmp_path):
     pack("phi-nano", tmp_path, codec=codec, shards=2)
     verify(tmp_path, against="phi-nano", progress=False)

@@ -51,7 +51,7 @@ def test_a_slow_disk_asks_for_compressed_experts_and_a_slow_processor_for_whole_
     assert plan_pools(weights(), 3, SLOW_CPU, SIZES, 1000).pools.full == 5
 
 
-BETWEEN = Costs(read_sm_s=3, read_shard_s=0.4, decompress_s=0.4, recover_s=0, execute_s=1, shards=3, workers=2)
+BETWEEN = Costs(read_sm_s=3, read_shard_s=0.4, decompress_s=0.6, recover_s=0, execute_s=1, shards=3, workers=2)
 
 
 def test_cores_that_execution_and_decompression_share_ask_for_whole_experts():

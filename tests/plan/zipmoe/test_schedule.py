@@ -99,3 +99,6 @@ def test_shared_cores_and_one_disk_lengthen_what_threads_would_do_alone():
     assert shared_work_of(0, State.F, replace(COSTS, cores=1.0)) == work_of(0, State.F, COSTS)
     starved = [shared_work_of(0, State.C, replace(COSTS, cores=cores)).cpu_s for cores in (2.0, 1.5, 1.0)]
     assert starved == sorted(starved) and starved[0] < starved[-1]
+    for workers in (1, 2, 3):  # and the executor share one core: each has a part of workers + 1
+        one = shared_work_of(0, State.C, replace(COSTS, workers=workers, cores=1.0))
+        assert one.shard_s == pytest.approx(((workers + 1) * COSTS.decompress_s,) * 3)
