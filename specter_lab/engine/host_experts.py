@@ -1,15 +1,19 @@
 """Missing experts computed by the host's cores, where they lie, while others cross the link (Fiddler, HybriMoE).
 
-The rows go back to the GPU without the copy engine, on which they would queue behind experts: a kernel reads them from pinned
-memory. Sums on the host round differently from those on the GPU.
+A thread of its own has them compute, so that copies and kernels are launched meanwhile. The rows go back to the GPU without the copy
+engine, on which they would queue behind experts: a kernel reads them from pinned memory. Sums on the host round differently from
+those on the GPU.
 """
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,6 +35,7 @@ class HostExperts:
     means_ms: dict[int, float] = field(default_factory=dict)  # the running means, by tokens of a pass
     _kept_out: dict[int, int] = field(default_factory=dict)  # times in a row, by tokens of a pass
     _rooms: dict[tuple, Room] = field(default_factory=dict)  # by place and tokens that have room
+    _begun: Future | None = None
 
     def share(self, missing: np.ndarray, tokens: int) -> np.ndarray:
         """Which of the missing experts [n] of a pass end sooner here than on the link: [n] bool."""
@@ -46,35 +51,39 @@ class HostExperts:
                 chosen[-1] = True
         return chosen
 
-    def compute(
-        self, layer: int, experts: np.ndarray, x: Tensor, used: np.ndarray, weights: Tensor, parts: Tensor
-    ) -> None:
-        """Fill in the rows of `parts` that belong to these experts.
+    def begin(self, layer: int, experts: np.ndarray, x: Tensor, used: np.ndarray, weights: Tensor, room: Room) -> None:
+        """Have the rows of `room` computed that belong to these experts; `end` waits for them.
 
         Args:
             experts: [n].
             x: [T, H] on the host.
             used: [T, k] experts of every token.
             weights: [T, k] float32 on the host.
-            parts: [T, k, H] float32 on the device.
         """
+        if len(experts):
+            self._begun = _cores().submit(self._compute, layer, experts, x.float().numpy(), used, weights.numpy(), room)
+        else:
+            room.done.zero_()
+
+    def end(self) -> None:
+        """Wait for what was begun last."""
+        if self._begun is None:
+            return
+        tokens, took_ms = self._begun.result()
+        self._begun = None
+        mean_ms = self.means_ms.get(tokens, took_ms)
+        self._kept_out[tokens] = 0
+        self.expert_ms = self.means_ms[tokens] = mean_ms + NEW_SHARE * (took_ms - mean_ms)
+
+    def _compute(
+        self, layer: int, experts: np.ndarray, x: np.ndarray, used: np.ndarray, weights: np.ndarray, room: Room
+    ) -> tuple[int, float]:  # fmt: skip
+        """How many tokens, and milliseconds per expert."""
         from specter_lab.engine.host_kernel import expert_rows
 
-        room = self._buffers(x, parts)
         began = time.perf_counter()
-        of_expert = [np.flatnonzero(used == expert) for expert in experts]  # pairs: token * k + choice
-        first = np.cumsum([0, *map(len, of_expert)])
-        pairs = room.pairs[: first[-1]]
-        pairs.numpy()[:] = np.concatenate(of_expert)
-        expert_rows(
-            self._bits[layer], experts, first, pairs.numpy(), x.float().numpy(), used.shape[1], weights.view(-1).numpy(),
-            room.act, room.rows.numpy(),
-        )  # fmt: skip
-        took_ms = (time.perf_counter() - began) * 1e3 / len(experts)
-        _hand_over(room.rows, pairs, parts.flatten(0, 1))
-        mean_ms = self.means_ms.get(len(x), took_ms)
-        self._kept_out[len(x)] = 0
-        self.expert_ms = self.means_ms[len(x)] = mean_ms + NEW_SHARE * (took_ms - mean_ms)
+        expert_rows(self._bits[layer], experts, used, x, weights, room.act, room.rows.numpy(), room.done.numpy())
+        return len(x), (time.perf_counter() - began) * 1e3 / len(experts)
 
     @property
     def _bits(self) -> np.ndarray:
@@ -82,13 +91,13 @@ class HostExperts:
         bits = self.memory.host.view(torch.uint16).numpy()
         return bits if self.memory.host.dtype == torch.bfloat16 else bits[..., 1::2]
 
-    def _buffers(self, x: Tensor, parts: Tensor) -> Room:
-        """Used again once the device has been waited for, as it is in every layer."""
+    def room(self, parts: Tensor) -> Room:
+        """For `parts` [T, k, H]; used again once the device has been waited for, as it is in every layer."""
         pinned, tokens, top_k = parts.is_cuda, room_for(len(parts)), parts.shape[1]
         if (pinned, tokens) not in self._rooms:
             count = tokens * top_k
             self._rooms[pinned, tokens] = Room(
-                torch.empty(count, x.shape[1], pin_memory=pinned), torch.empty(count, dtype=torch.int64, pin_memory=pinned),
+                torch.empty(count, parts.shape[2], pin_memory=pinned), torch.zeros(count, dtype=torch.uint8, pin_memory=pinned),
                 np.empty((count, self.memory.shape.expert_width), np.float32),
             )  # fmt: skip
         return Room(*(part[: len(parts) * top_k] for part in self._rooms[pinned, tokens]))
@@ -100,30 +109,38 @@ def room_for(tokens: int) -> int:
 
 
 class Room(NamedTuple):
-    """For P pairs."""
+    """For P pairs, each one token's use of one expert."""
 
     rows: Tensor  # [P, H] float32 on the host
-    pairs: Tensor  # [P] on the host
+    done: Tensor  # [P] uint8 on the host: which rows the host has computed
     act: np.ndarray  # [P, I] float32
 
+    def hand_over(self, parts: Tensor) -> None:
+        """Put the computed rows into `parts` [T, k, H] on the device."""
+        if parts.is_cuda:
+            from specter_lab.engine.kernels.host_rows import take_rows
 
-def _hand_over(rows: Tensor, pairs: Tensor, parts: Tensor) -> None:
-    if not parts.is_cuda:
-        parts[pairs] = rows[pairs]
-        return
-    from specter_lab.engine.kernels.host_rows import take_rows
-
-    take_rows(rows, pairs, parts)
+            take_rows(self.rows, self.done, parts)
+        else:
+            done = self.done.bool()
+            parts.flatten(0, 1)[done] = self.rows[done]
 
 
 def new_host_experts(memory: ExpertMemory) -> HostExperts:
     """For the misses of `memory`; times one expert of one token, the second time after its code was compiled."""
     host, top_k, hidden = HostExperts(memory, 0.0, 0.0), memory.shape.top_k, memory.shape.hidden
-    used = np.arange(top_k)[None]
+    used, room = np.arange(top_k)[None], host.room(torch.empty(1, top_k, hidden))
     for layer in (0, len(memory.host) - 1):
         host.means_ms.clear()
-        host.compute(
-            layer, used[0, :1], torch.zeros(1, hidden), used, torch.ones(1, top_k), torch.empty(1, top_k, hidden)
-        )
+        host.begin(layer, used[0, :1], torch.zeros(1, hidden), used, torch.ones(1, top_k), room)
+        host.end()
     host.alone_ms = host.expert_ms
     return host
+
+
+@cache
+def _cores() -> ThreadPoolExecutor:
+    """The thread that has the cores compute: all but one, which launches copies and kernels meanwhile."""
+    return ThreadPoolExecutor(
+        1, "host experts", lambda: numba.set_num_threads(max(1, numba.config.NUMBA_NUM_THREADS - 1))
+    )

@@ -28,7 +28,7 @@ from specter_lab.engine import expert_math
 from specter_lab.engine.decoder import NOT_NOW
 from specter_lab.engine.experts import MISS, ExpertMemory
 from specter_lab.engine.graphs import Launch, host_work
-from specter_lab.engine.host_experts import HostExperts, room_for
+from specter_lab.engine.host_experts import HostExperts, Room, room_for
 from specter_lab.plan.policy import NO_LOADS, Loads, Prefetcher
 from specter_lab.plan.residency import begin_layer, end_uses, use_all
 
@@ -132,13 +132,16 @@ class OnDemand:
         parts, chosen = expert_math.new_parts(x, indices), torch.empty_like(indices)
         staged = self._staging(x, indices, weights)
         staged.indices[0].copy_(indices, non_blocking=True)
-        if self.host:
+        room = self.host.room(parts) if self.host else None
+        if room:
             staged.x.copy_(x, non_blocking=True)
             staged.weights.copy_(weights, non_blocking=True)
         host_work(
-            lambda run: self._serve(layer, staged, chosen, parts, run),
+            lambda run: self._serve(layer, staged, chosen, room, run),
             lambda: expert_math.compute(self.memory, layer, x, chosen, weights, parts),
         )
+        if room:
+            room.hand_over(parts)
         return expert_math.combine(parts, indices, self.memory.shape.num_experts, x.dtype)
 
     @property
@@ -156,7 +159,7 @@ class OnDemand:
         self._needed = self._hits = self._by_host = 0
         return found
 
-    def _serve(self, layer: int, staged: Staging, chosen: Tensor, parts: Tensor, run: Launch) -> None:
+    def _serve(self, layer: int, staged: Staging, chosen: Tensor, room: Room | None, run: Launch) -> None:
         """Hits first, then misses as they come. Where slots are few, half of them compute while the other half is filled."""
         memory, slots = self.memory, self.memory.slots
         memory.watch.wait()  # the layer's routing has reached the host
@@ -169,6 +172,8 @@ class OnDemand:
         own, missing, half = missing[by_host], missing[~by_host], max(1, int(slots.count[layer]) // 2)
         slots.pinned[layer, own] = False
         self._by_host += len(own)
+        if self.host:
+            self.host.begin(layer, own, staged.x, used, staged.weights, room)
         while True:
             begun = memory.load((np.full(len(missing), layer), missing), MISS)
             coming, missing = missing[:begun], missing[begun:]
@@ -185,8 +190,8 @@ class OnDemand:
             memory.settled()
             memory.after_compute()  # whoever was computed may be overwritten
         memory.load(self.prefetcher.verifying(layer, counts, memory.clock()))
-        if len(own):  # last, for nothing above waits: device and link have their work meanwhile
-            self.host.compute(layer, own, staged.x, used, staged.weights, parts)
+        if self.host:
+            self.host.end()
 
     def _staging(self, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:
         """Passes come one after the other, so those of about as many tokens share what lies in pinned memory."""

@@ -138,8 +138,10 @@ def test_rows_that_the_host_computes(device):
     expert_math.compute(memory, 1, *on_device, expected)
     found = torch.zeros_like(expected)
     host = new_host_experts(memory)
-    mine = np.unique(indices)[::2]
-    host.compute(1, mine, x, indices.numpy(), weights, found)
+    mine, room = np.unique(indices)[::2], host.room(found)
+    host.begin(1, mine, x, indices.numpy(), weights, room)
+    host.end()
+    room.hand_over(found)
     of_host = torch.from_numpy(np.isin(indices, mine)).to(device)
     assert (found[~of_host] == 0).all()
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -160,8 +162,9 @@ def test_a_slow_pass_does_not_keep_the_cores_out_for_good():
     tried = [host.share(missing, 9).sum() for _ in range(host_experts.PATIENCE)]
     assert tried == [0] * (host_experts.PATIENCE - 1) + [1]
     x, used = torch.ones(9, memory.shape.hidden), np.zeros((9, memory.shape.top_k), np.int64)
-    parts = torch.zeros(9, memory.shape.top_k, memory.shape.hidden)
-    host.compute(0, missing[:1], x, used, torch.ones(9, memory.shape.top_k), parts)
+    room = host.room(torch.zeros(9, memory.shape.top_k, memory.shape.hidden))
+    host.begin(0, missing[:1], x, used, torch.ones(9, memory.shape.top_k), room)
+    host.end()
     assert host.means_ms[9] < slow_ms  # what was measured, not a tenth of it
 
 

@@ -1,6 +1,7 @@
 """Rows that the host has computed, read by a kernel from pinned memory.
 
-A copy would queue on the copy engine behind experts on their way; a kernel has the link at once.
+A copy would queue on the copy engine behind experts on their way; a kernel has the link at once. It belongs to the captured pass, so
+the host launches nothing for it.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _take(rows, pairs, parts, width, BLOCK: tl.constexpr):
-    pair = tl.load(pairs + tl.program_id(0)).to(tl.int64)
+def _take(rows, done, parts, width, BLOCK: tl.constexpr):
+    pair = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows + pair * width + column, mask=column < width)
-    tl.store(parts + pair * width + column, row, mask=column < width)
+    mine = (column < width) & (tl.load(done + pair) != 0)
+    tl.store(parts + pair * width + column, tl.load(rows + pair * width + column, mask=mine), mask=mine)
 
 
-def take_rows(rows: Tensor, pairs: Tensor, parts: Tensor) -> None:
-    """parts[pairs] = rows[pairs].
+def take_rows(rows: Tensor, done: Tensor, parts: Tensor) -> None:
+    """Where `done`, rows of `parts` become those of `rows`.
 
     Args:
-        rows: [P, H] float32, pinned on the host; like `pairs` not to be changed before the current stream has come so far.
-        pairs: [n] int64, pinned on the host.
-        parts: [P, H] float32 on the device.
+        rows: [P, H] float32, pinned on the host; like `done` not to be changed before the current stream has come so far.
+        done: [P] uint8, pinned on the host.
+        parts: [T, k, H] float32 on the device, T * k = P.
     """
     width = rows.shape[1]
-    _take[(len(pairs), triton.cdiv(width, _BLOCK))](rows, pairs, parts, width, BLOCK=_BLOCK, num_warps=4)
+    _take[(len(done), triton.cdiv(width, _BLOCK))](rows, done, parts, width, BLOCK=_BLOCK, num_warps=4)

@@ -25,6 +25,7 @@ class RollingPrefetch(Prefetcher):
     def __init__(self, scene: Scene, confidence: float = CONFIDENCE) -> None:
         self._scene, self._confidence = scene, confidence
         self._step_ms = scene.costs.draft_step_ms
+        self._wanted_at = np.full((scene.layers, scene.num_experts), UNSEEN)  # a prompt is read before the first round
 
     def begin(self, slots: Slots, depth: int, clock: Clock) -> Loads:
         self._slots = slots
