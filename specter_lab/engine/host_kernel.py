@@ -1,8 +1,8 @@
 """BF16 experts on the host's cores: rows are read once, in the order they lie in, which is what memory bandwidth allows.
 
 Matrix libraries repack BF16 weights before they multiply, at every call; for a handful of tokens that costs more than the
-product. Two rows of weights meet four tokens at a time, so that a weight is converted once for four products. Sums are float32,
-and so is what lies between gate, up and down.
+product. Where an expert has more tokens, two rows meet four of them at a time, so that a weight is converted once for four
+products. Sums are float32, and so is what lies between gate, up and down.
 """
 
 from __future__ import annotations
@@ -39,27 +39,41 @@ def expert_rows(
     hidden, width, count = x.shape[1], act.shape[1], len(experts)
     of_width, of_hidden = (width + ROWS - 1) // ROWS, (hidden + ROWS - 1) // ROWS
     first, pairs = _pairs_of(experts, used, done)
-    tokens, places, of_pair = pairs // used.shape[1], np.arange(len(pairs)), weights.ravel()
+    tokens, of_pair = pairs // used.shape[1], weights.ravel()
     # Work is dealt out row block by row block, so that every thread has a share of each expert: some have many tokens.
     for work in numba.prange(count * of_width):
         which, start = work % count, work // count * ROWS
-        begin, end = first[which], first[which + 1]
-        found = np.empty((2, end - begin), np.float32)
+        block, end = blocks[experts[which]], first[which + 1]
         for row in range(start, min(start + ROWS, width)):
-            _meet(blocks, experts[which], row * hidden, (width + row) * hidden, x, tokens, begin, found)
-            for i in range(end - begin):
-                gate, up = found[0, i], found[1, i]
-                act[begin + i, row] = gate / (np.float32(1) + np.exp(-gate)) * up
+            gate = block[row * hidden : (row + 1) * hidden]
+            up = block[(width + row) * hidden : (width + row + 1) * hidden]
+            i = first[which]
+            while i + 4 <= end:
+                g, u = _four(gate, up, x[tokens[i]], x[tokens[i + 1]], x[tokens[i + 2]], x[tokens[i + 3]])
+                for j in range(4):
+                    act[i + j, row] = _gated(g[j], u[j])
+                i += 4
+            while i < end:
+                of_token = x[tokens[i]]
+                act[i, row] = _gated(_dot(gate, of_token), _dot(up, of_token))
+                i += 1
     for work in numba.prange(count * of_hidden):
         which, start = work % count, work // count * ROWS
-        begin, end = first[which], first[which + 1]
-        found = np.empty((2, end - begin), np.float32)
+        block, end = blocks[experts[which]][2 * width * hidden :], first[which + 1]
         for row in range(start, min(start + ROWS, hidden), 2):
-            down = (2 * hidden + row) * width
-            _meet(blocks, experts[which], down, down + width, act, places, begin, found)
-            for i in range(end - begin):
-                pair = pairs[begin + i]
-                rows[pair, row], rows[pair, row + 1] = of_pair[pair] * found[0, i], of_pair[pair] * found[1, i]
+            down, following = block[row * width : (row + 1) * width], block[(row + 1) * width : (row + 2) * width]
+            i = first[which]
+            while i + 4 <= end:
+                d, f = _four(down, following, act[i], act[i + 1], act[i + 2], act[i + 3])
+                for j in range(4):
+                    pair = pairs[i + j]
+                    rows[pair, row], rows[pair, row + 1] = of_pair[pair] * d[j], of_pair[pair] * f[j]
+                i += 4
+            while i < end:
+                pair, of_token = pairs[i], act[i]
+                rows[pair, row] = of_pair[pair] * _dot(down, of_token)
+                rows[pair, row + 1] = of_pair[pair] * _dot(following, of_token)
+                i += 1
 
 
 @numba.njit(cache=True)
@@ -77,41 +91,39 @@ def _pairs_of(experts: np.ndarray, used: np.ndarray, done: np.ndarray) -> tuple[
 
 
 @numba.njit(fastmath=True, cache=True)
-def _meet(
-    blocks: np.ndarray, expert: int, one: int, other: int, x: np.ndarray, index: np.ndarray, begin: int, found: np.ndarray
-) -> None:  # fmt: skip
-    """found[0 and 1, i] = products of x[index[begin + i]] with the two weight rows of a block that begin at `one` and `other`.
+def _four(
+    one: np.ndarray, other: np.ndarray, t: np.ndarray, u: np.ndarray, v: np.ndarray, w: np.ndarray
+) -> tuple[tuple[np.float32, ...], tuple[np.float32, ...]]:
+    """Products of each of two weight rows with four tokens."""
+    a_t = a_u = a_v = a_w = b_t = b_u = b_v = b_w = np.float32(0)
+    for i in range(len(one)):
+        a, b = _value(one[i]), _value(other[i])
+        a_t += a * t[i]
+        a_u += a * u[i]
+        a_v += a * v[i]
+        a_w += a * w[i]
+        b_t += b * t[i]
+        b_u += b * u[i]
+        b_v += b * v[i]
+        b_w += b * w[i]
+    return (a_t, a_u, a_v, a_w), (b_t, b_u, b_v, b_w)
 
-    Slices are made once for all tokens, and numbered without a sign: both is what lets the loops become vector code.
-    """
-    length, i = x.shape[1], 0
-    a_row, b_row = blocks[expert, one : one + length], blocks[expert, other : other + length]
-    while i + 4 <= found.shape[1]:
-        t, u, v, w = x[index[begin + i]], x[index[begin + i + 1]], x[index[begin + i + 2]], x[index[begin + i + 3]]
-        a_t = a_u = a_v = a_w = b_t = b_u = b_v = b_w = np.float32(0)
-        for j in range(length):
-            a, b = _value(a_row[j]), _value(b_row[j])
-            a_t += a * t[j]
-            a_u += a * u[j]
-            a_v += a * v[j]
-            a_w += a * w[j]
-            b_t += b * t[j]
-            b_u += b * u[j]
-            b_v += b * v[j]
-            b_w += b * w[j]
-        found[0, i], found[0, i + 1], found[0, i + 2], found[0, i + 3] = a_t, a_u, a_v, a_w
-        found[1, i], found[1, i + 1], found[1, i + 2], found[1, i + 3] = b_t, b_u, b_v, b_w
-        i += 4
-    while i < found.shape[1]:
-        t, a_t, b_t = x[index[begin + i]], np.float32(0), np.float32(0)
-        for j in range(length):
-            a_t += _value(a_row[j]) * t[j]
-            b_t += _value(b_row[j]) * t[j]
-        found[0, i], found[1, i] = a_t, b_t
-        i += 1
+
+@numba.njit(fastmath=True, cache=True)
+def _dot(bits: np.ndarray, x: np.ndarray) -> np.float32:
+    total = np.float32(0)
+    for i in range(len(bits)):
+        total += _value(bits[i]) * x[i]
+    return total
 
 
 @numba.njit(cache=True)
 def _value(bits: int) -> np.float32:
     """Of a BF16."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@numba.njit(fastmath=True, cache=True)
+def _gated(gate: np.float32, up: np.float32) -> np.float32:
+    """silu(gate) * up."""
+    return gate / (np.float32(1) + np.exp(-gate)) * up

@@ -1,7 +1,7 @@
 """How an expert crosses the link into a slot: whole, or without what the draft's INT4 codes say of it already.
 
 Residual transport (`compress.residual`) moves about 9 of 16 bits. Records are copied into a small room on a stream of their own, and
-a kernel behind them puts the weights together in their slots, bit for bit, while the next records are on their way:
+a captured kernel behind them puts the weights together in their slots, bit for bit, while the next records are on their way:
 
     link       records | records | records | ...
     memory's           | restore | restore | ...   in this stream's order slots are filled, and flags are raised behind them
@@ -21,8 +21,10 @@ from specter_lab.engine.arena import Budget
 from specter_lab.engine.records import Records, restored
 
 ROOMS = 2  # one is filled while the records of the other are restored
+NOTES = 4096  # rooms that the host may have begun before the device has read what is in the first of them
 ALIGNED = 16  # bytes
 COPIES = 8  # that are timed together
+NO_SLOT = -1  # of a place in a room that is not in use
 
 
 class Transport(Protocol):
@@ -71,8 +73,8 @@ class ResidualTransport:
             room = torch.empty(ROOMS, EXPERTS, longest, dtype=torch.uint8, device=device.device)
             self._link.wait_stream(torch.cuda.current_stream())  # whoever had that memory before
             target = room[0, 0, : len(record)]
-            self._rooms = [_Room(part, torch.cuda.Event(), torch.cuda.Event()) for part in room]
-            self.bring(*np.zeros((3, 1), np.int64))  # compiles the kernel
+            self._notes, self._noted = torch.empty(NOTES, EXPERTS, 2, dtype=torch.int32, pin_memory=True), 0
+            self._rooms = [_new_room(part, records, device, self._link) for part in room]
         self.copy_ms = _copy_ms(target, record)
 
     def bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray) -> int:
@@ -88,28 +90,47 @@ class ResidualTransport:
 
     def _bring(self, layers: list[int], experts: list[int], slots: list[int]) -> None:
         """As many as a room holds."""
-        from specter_lab.engine.kernels.residual import restore_experts
-
         room = self._rooms.pop(0)
         self._rooms.append(room)
+        each = self._records.length.shape[1]
+        note = self._notes[self._noted % NOTES]
+        self._noted += 1
+        said = note.numpy()
+        said[:, 1] = NO_SLOT
+        said[: len(slots), 0], said[: len(slots), 1] = (
+            [layer * each + expert for layer, expert in zip(layers, experts)],
+            slots,
+        )
         self._link.wait_event(room.free)
         with torch.cuda.stream(self._link):
+            room.what.copy_(note, non_blocking=True)
             for layer, expert, place in zip(layers, experts, room.records):
                 record = self._records.of(layer, expert)
                 place[: len(record)].copy_(record, non_blocking=True)
             room.full.record()
         torch.cuda.current_stream().wait_event(room.full)
-        each = self._records.length.shape[1]
-        numbers = [layer * each + expert for layer, expert in zip(layers, experts)]
-        restore_experts(room.records, self._records, numbers, self._device, slots)
+        room.restore.replay()
         room.free.record()
 
 
 @dataclass(frozen=True)
 class _Room:
     records: Tensor  # [n, longest record] uint8 on the device
+    what: Tensor  # [n, 2] int32 on the device, see `kernels.residual.restore_experts`
+    restore: torch.cuda.CUDAGraph
     full: torch.cuda.Event
     free: torch.cuda.Event
+
+
+def _new_room(part: Tensor, records: Records, device: Tensor, stream: torch.cuda.Stream) -> _Room:
+    from specter_lab.engine.kernels.residual import restore_experts
+
+    what, restore = torch.full((len(part), 2), NO_SLOT, dtype=torch.int32, device=part.device), torch.cuda.CUDAGraph()
+    restore_experts(part, what, records, device)  # compiles, and fills no slot
+    torch.cuda.synchronize()
+    with torch.cuda.graph(restore, stream=stream):
+        restore_experts(part, what, records, device)
+    return _Room(part, what, restore, torch.cuda.Event(), torch.cuda.Event())
 
 
 def _copy_ms(target: Tensor, source: Tensor) -> float:

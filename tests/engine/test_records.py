@@ -10,6 +10,7 @@ import torch
 from specter_lab.compress.int4 import Int4Bank, Int4Weights, pack, quantize_bank, unpack
 from specter_lab.compress.residual import MOVED, NEAREST
 from specter_lab.engine.records import new_records, restored
+from specter_lab.engine.transport import NO_SLOT
 from specter_lab.models.experts import ExpertBank
 from specter_lab.paths import ROOT
 
@@ -90,9 +91,9 @@ def check_kernel(device: str) -> None:
             some = range(first, min(first + EXPERTS, experts))
             for place, expert in zip(room, some):
                 place[: records.length[0, expert]] = records.of(0, expert)
-            restore_experts(
-                room, records, some, slots, [experts - expert for expert in some]
-            )  # anywhere: here from the last down
+            what = torch.full((EXPERTS, 2), NO_SLOT, dtype=torch.int32)
+            what[: len(some)] = torch.tensor([(expert, experts - expert) for expert in some])  # from the last slot down
+            restore_experts(room, what.to(device), records, slots)
         assert torch.equal(slots[1:].flip(0).cpu().view(torch.int16), host[0].view(torch.int16))
 
 

@@ -2,12 +2,11 @@
 
 A program restores one row of one expert: it reads the row's codes, knows from them how many bits of the stream each weight has, and
 a running sum over the row says where they lie. What the codes do not reproduce is written over the row at the end. One launch
-restores all the experts of a room, for the host has to make it while others wait.
+restores all the experts of a room. Which they are it reads on the device, so that it can be captured once and replayed: the host
+has to launch it while others wait.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -17,27 +16,28 @@ from torch import Tensor
 from specter_lab.compress.residual import STREAM_BITS
 from specter_lab.engine.records import Records
 
-EXPERTS = 2  # of one launch at most: the kernel has arguments for two
+EXPERTS = 4  # of one launch at most: the first of them waits for the last one's bytes
 _EXCEPTIONS = 32  # written at a time
 
 
-@triton.jit(
-    do_not_specialize=["expert_0", "expert_1", "slot_0", "slot_1"]
-)  # nothing may compile while kernels wait for this
+@triton.jit
 def _restore(
-    room, room_bytes, codes_of, slots, expert_0, expert_1, slot_0, slot_1, hidden, width,
+    room, room_bytes, codes_of, slots, what, hidden, width,
     HIDDEN_GROUP: tl.constexpr, WIDTH_GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS_0: tl.constexpr, BITS_1: tl.constexpr,
     EXCEPTIONS: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    row, second = tl.program_id(0), tl.program_id(1) == 1
+    row, place_in_room = tl.program_id(0), tl.program_id(1)
+    number, slot = tl.load(what + 2 * place_in_room).to(tl.int64), tl.load(what + 2 * place_in_room + 1).to(tl.int64)
+    if slot < 0:
+        return
     rows, numel = 2 * width + hidden, 3 * hidden * width  # an expert has fewer than 2^31 weights
-    record = room + tl.where(second, room_bytes, 0).to(tl.int64)
-    out = slots + tl.where(second, slot_1, slot_0).to(tl.int64) * numel
+    record = room + place_in_room.to(tl.int64) * room_bytes
+    out = slots + slot * numel
     part = tl.where(row >= 2 * width, 2, tl.where(row >= width, 1, 0))
     of_part = row - part * width
     inputs = tl.where(part == 2, width, hidden)
     first = tl.where(part == 2, 2 * width * hidden + of_part * width, row * hidden)
-    address = codes_of + tl.where(second, expert_1, expert_0).to(tl.int64) * 6 + 2 * part
+    address = codes_of + number * 6 + 2 * part
     packed = tl.load(address).to(tl.pointer_type(tl.uint8)) + of_part * (inputs // 2)
     group = tl.where(part == 2, WIDTH_GROUP, HIDDEN_GROUP)
     scales = tl.load(address + 1).to(tl.pointer_type(tl.float16)) + of_part * (inputs // group)
@@ -80,24 +80,19 @@ def _restore(
         exception += EXCEPTIONS
 
 
-def restore_experts(
-    room: Tensor, records: Records, experts: Sequence[int], device: Tensor, slots: Sequence[int]
-) -> None:
+def restore_experts(room: Tensor, what: Tensor, records: Records, device: Tensor) -> None:
     """Fill slots with the weights that were encoded, bit for bit.
 
     Args:
         room: [EXPERTS, B] uint8 on the device, a record in each row; B a multiple of 4, rows aligned to it.
-        experts: n numbers, layer * E + expert; at most EXPERTS.
+        what: [EXPERTS, 2] int32 on the device: number of the expert, layer * E + expert, and the slot that is to be filled, or less than 0.
         device: [S, N] bfloat16, all slots.
-        slots: the n that are to be filled.
     """
-    if not 1 <= len(experts) == len(slots) <= EXPERTS:
-        raise ValueError(f"{len(experts)} experts into {len(slots)} slots: one launch restores {EXPERTS} at most")
     gate, down = records.banks[0].gate, records.banks[0].down
     block = triton.next_power_of_2(max(records.hidden, records.width))
     groups = (records.hidden // gate.scales.shape[2], records.width // down.scales.shape[2])
-    _restore[(records.rows, len(experts))](
-        room, room.shape[1], records.codes, device.view(torch.int16), experts[0], experts[-1], slots[0], slots[-1],
-        records.hidden, records.width, HIDDEN_GROUP=groups[0], WIDTH_GROUP=groups[1], BLOCK=block,
-        BITS_0=STREAM_BITS[0], BITS_1=STREAM_BITS[1], EXCEPTIONS=_EXCEPTIONS, REACH=records.reach, num_warps=max(1, min(16, block // 512)),
+    _restore[(records.rows, EXPERTS)](
+        room, room.shape[1], records.codes, device.view(torch.int16), what, records.hidden, records.width,
+        HIDDEN_GROUP=groups[0], WIDTH_GROUP=groups[1], BLOCK=block, BITS_0=STREAM_BITS[0], BITS_1=STREAM_BITS[1],
+        EXCEPTIONS=_EXCEPTIONS, REACH=records.reach, num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
