@@ -8,6 +8,10 @@ Who loads a miss decides when its copy may begin. Residents are found by a table
 but a copy is the host's to begin, and it knows of a miss only when the layer's routing has reached it: one small copy on the
 D2H stream. Kernels that read through, load by themselves or fall back on the draft's weights do without. An expert that the host's memory does
 not hold is read from disk first, and crosses the link when it has been read.
+
+Where a layer needs more than its slots, a host that loads works in turns, as the engine does: one half of the slots computes while
+the other is filled. Between turns the link waits for the host once (`PassCosts.turn_ms`), as the GPU does for rows that the host's
+cores have computed. Who computes a miss is decided before any of that, by the copies that are queued when the host hears of it.
 """
 
 from __future__ import annotations
@@ -83,6 +87,7 @@ class PassCosts(NamedTuple):
     cpu_read_ms: float  # one expert from host memory to the host's cores
     cpu_flop_ms: float  # one token through one expert there
     routing_ms: float  # a layer's routing, GPU to host
+    turn_ms: float  # the host launches once more while link or GPU wait for it
     disk: Disk
 
 
@@ -242,6 +247,7 @@ def _experts(
     in_use = np.empty(len(rows), np.int64)  # residents of this pass in the order they are done with
     done_ms = np.empty(len(rows))
     count, gone, ready_uses, absent, cpu_end = 0, 0, 0, 0, 0.0
+    half, turns_ms = max(1, slots.count[layer] // 2), 0.0
     for row in rows:
         expert = needs.experts[row]
         slot = slots.slot_of[layer, expert]
@@ -283,7 +289,8 @@ def _experts(
         if miss == CPU_IF_SOONER or miss == CPU_IF_SHORTER:
             cpu_ms = max(costs.cpu_read_ms, uses * costs.cpu_flop_ms)
             there = max(streams.free_ms[DISK], host_ms) + costs.disk.read_ms if expert >= costs.disk.first else host_ms
-            cpu_free_ms, link_free_ms = max(streams.free_ms[CPU], there), max(streams.free_ms[H2D], there)
+            queued_ms = streams.free_ms[H2D] - turns_ms  # turns come later than this is decided
+            cpu_free_ms, link_free_ms = max(streams.free_ms[CPU], there), max(queued_ms, there)
             sooner = ends_sooner_by_cpu(cpu_free_ms, cpu_ms, link_free_ms, costs.copy_ms)
             better = sooner if miss == CPU_IF_SOONER else cpu_ms < costs.copy_ms
             kind = CPU_IF_SOONER if better else LOAD
@@ -293,6 +300,9 @@ def _experts(
             while slot == NONE:  # every slot is in use here: the first expert that is done gives up its own
                 release(slots, layer, in_use[gone])
                 after = max(after, done_ms[gone])
+                if kind == LOAD and gone % half == 0:
+                    after = max(after, streams.free_ms[H2D]) + costs.turn_ms
+                    turns_ms += costs.turn_ms
                 gone += 1
                 slot = reserve(slots, layer, expert)
             use(slots, layer, expert)
@@ -323,8 +333,9 @@ def _experts(
             int4_ms = max(costs.read_ms / 4, uses * costs.flop_ms, costs.launch_ms)
             run(streams, COMPUTE, int4_ms, 0.0, EXPERT, layer, expert)
     release_all(slots, layer)
-    meter.stall_ms[0] += max(0.0, cpu_end - streams.free_ms[COMPUTE])  # the layer's sum needs the CPU's part
-    streams.free_ms[COMPUTE] = max(streams.free_ms[COMPUTE], cpu_end)
+    taken_ms = cpu_end + costs.turn_ms if cpu_end > 0 else 0.0  # the layer's sum needs the CPU's part
+    meter.stall_ms[0] += max(0.0, taken_ms - streams.free_ms[COMPUTE])
+    streams.free_ms[COMPUTE] = max(streams.free_ms[COMPUTE], taken_ms)
 
 
 @compiled

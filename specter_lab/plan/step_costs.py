@@ -4,7 +4,9 @@ The assumptions are those of `plan.cost`, layer by layer instead of pass by pass
 FLOPs / peak) or its measured time; a layer takes at least its operators' launch time; a draft step reads shared weights in
 BF16 and top-k experts in INT4; an expert is copied whole.
 
-Routing reaches the host as one small copy per layer of a target pass, and one per drafted token. Where host memory does not
+Routing reaches the host as one small copy per layer of a target pass, and one per drafted token. Where an engine was there to
+measure (`told_ms`), that takes what a layer with a miss takes longer than one without, beside the copies: one more turn of the
+host, which is also what every further turn is charged (`plan.serve`). Where host memory does not
 hold all routed experts, it holds the first ones of every layer, whoever they are, and the others are read from disk each
 time: experts have no order, so this is neither the best nor the worst choice.
 """
@@ -46,9 +48,7 @@ class StepCosts:
     context_tokens: int = 0  # KV entries that every pass reads
     on_host: int | None = None  # experts of every layer that host memory holds; None: all
     transport: Transport = Transport()
-    told_ms: float | None = (
-        None  # what telling the host of a routing takes, where it was measured; None: the profile's copy
-    )
+    told_ms: float | None = None  # a turn of the host as measured; None: telling it is a copy, other turns take no time
 
     def placed(self, gpu_bytes: int) -> StepCosts:
         """The same, with as many experts in host memory as it has room for beside its system; the others stay on disk.
@@ -125,6 +125,7 @@ class StepCosts:
             cpu_read_ms=expert_gb / cpu.memory_bandwidth_gb_s * 1e3,
             cpu_flop_ms=token_tflop / cpu.bf16_tflop_s * 1e3,
             routing_ms=self.routing_ms(tokens, 1),
+            turn_ms=self.told_ms or 0.0,
             disk=self.disk,
         )  # fmt: skip
 

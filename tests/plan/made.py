@@ -33,6 +33,7 @@ class RoundNumbers:
     read_through_ms: float = 12.0
     cpu_read_ms: float = 5.0
     told_ms: float = 0.0  # routing, GPU to host: a layer's or a drafted token's
+    turn_ms: float = 0.0  # the host launches once more
     disk_ms: float = 0.0
     on_host: int = 0  # experts of a layer that are not on disk, where there is one
     context_tokens: int = 0
@@ -69,7 +70,7 @@ class RoundNumbers:
         return PassCosts(
             layer_ms=self.layer_ms, read_ms=self.read_ms, flop_ms=0.0, launch_ms=0.0, copy_ms=self.copy_ms,
             read_through_ms=self.read_through_ms, cpu_read_ms=self.cpu_read_ms, cpu_flop_ms=0.0,
-            routing_ms=self.told_ms, disk=self.disk,
+            routing_ms=self.told_ms, turn_ms=self.turn_ms, disk=self.disk,
         )  # fmt: skip
 
 

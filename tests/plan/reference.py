@@ -98,7 +98,7 @@ class Reference:
                 self.touch(layer, expert)
         present = [e for e in needed if e in link.ready]
         ready = [e for e in present if link.ready[e] <= now]
-        done = []  # (expert, when its slot may be given up)
+        done, gone, turned = [], 0, 0.0  # done: (expert, when its slot may be given up)
         if ready:
             end = self.run("compute", c.read_ms * len(ready))
             done += [(e, end) for e in ready]
@@ -108,7 +108,8 @@ class Reference:
         cpu_end = 0.0
         for expert in absent:
             there = max(self.free["disk"], host) + self.costs.disk_ms if self.on_disk(expert) else host
-            sooner = max(self.free["cpu"], there) + c.cpu_read_ms < max(self.free["h2d"], there) + c.copy_ms
+            queued = self.free["h2d"] - turned
+            sooner = max(self.free["cpu"], there) + c.cpu_read_ms < max(queued, there) + c.copy_ms
             on_cpu = {"cpu if sooner": sooner, "cpu if shorter": c.cpu_read_ms < c.copy_ms}.get(self.miss, False)
             if on_cpu:
                 cpu_end = self.run("cpu", c.cpu_read_ms, self.fetch(expert, host))
@@ -119,18 +120,22 @@ class Reference:
                 self.run("compute", c.read_ms / 4)
             else:
                 by_kernel = self.miss == "admit"
-                free, ms = 0.0, c.read_through_ms if by_kernel else c.copy_ms
-                asked = now if by_kernel and not self.on_disk(expert) else host
+                ms = c.read_through_ms if by_kernel else c.copy_ms
+                free = asked = now if by_kernel and not self.on_disk(expert) else host
                 while (arrival := self.put(layer, expert, asked, ms, free)) is None:
                     first, end = done.pop(0)
                     link.pinned.discard(first)
                     free = max(free, end)
+                    if not by_kernel and gone % max(1, link.count // 2) == 0:  # the host begins with another half
+                        free = max(free, self.free["h2d"]) + c.turn_ms
+                        turned += c.turn_ms
+                    gone += 1
                 self.touch(layer, expert)
                 link.pinned.add(expert)
                 done.append((expert, self.compute(arrival, c.read_ms)))
         link.pinned.clear()
-        self.stall += max(0.0, cpu_end - self.free["compute"])
-        self.free["compute"] = max(self.free["compute"], cpu_end)
+        if cpu_end:  # the GPU takes the host's rows
+            self.compute(cpu_end + c.turn_ms, 0.0)
         return host
 
     def target_pass(self, used, counted=True):

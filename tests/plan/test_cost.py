@@ -63,6 +63,13 @@ def test_a_pass_of_the_draft_over_several_tokens_reads_the_experts_that_they_use
     assert costs.draft_pass_ms(1, 4) == costs.draft_step_ms and costs.draft_pass_ms(3, 7.5) == several
 
 
+def test_turns_of_the_host_cost_what_was_measured_or_nothing():
+    costs = StepCosts(QWEN, A100)
+    assert costs.of_pass(9).turn_ms == 0.0 < costs.of_pass(9).routing_ms
+    measured = replace(costs, told_ms=0.065).of_pass(9)
+    assert measured == costs.of_pass(9)._replace(turn_ms=0.065, routing_ms=0.065)
+
+
 def test_a_short_pass_waits_for_its_launches():
     assert draft_step_ms(QWEN, A100) == launches_ms(QWEN, A100) == 24 * OPERATORS_PER_LAYER * 10e-3
     assert verify_kernels_ms(QWEN, A100, 1, 4) < launches_ms(QWEN, A100) == verify_ms(QWEN, A100, 1, 4)

@@ -189,6 +189,52 @@ def test_the_host_is_told_only_where_it_has_to_act(miss):
     assert bool(of_work(found, "routing")) == (miss not in ("read through", "admit", "int4"))
 
 
+def test_by_hand_few_slots_are_filled_half_by_half():
+    """Seven experts in four slots, half a millisecond between turns: two halves after the first four, and a half of one."""
+    windows = one_request([], [[[0, 1, 2, 3, 4, 5, 6]]], experts=8, prompt=[[7] * 7])
+    workload, scene = scene_of(windows, slots=4, turn_ms=0.5)
+    found = simulate(workload, DEMAND, scene, new_tokens=1, record=True)
+    # prefill ends at 13; attention 13-14, copies 14-54, a turn, 54.5-74.5, another, 75-85, expert 85-87.
+    assert [span[3] for span in of_work(found, "miss")][1:] == [14, 24, 34, 44, 54.5, 64.5, 75]
+    assert found.rounds.end_ms[0] == 87 and found.rounds.h2d_ms[0] == 70
+
+
+def test_by_hand_a_single_slot_is_a_turn_for_every_expert():
+    workload, scene = scene_of(one_request([], [[[0, 1]]], prompt=[[2, 2]]), slots=1, turn_ms=0.5)
+    found = simulate(workload, DEMAND, scene, new_tokens=1, record=True)
+    # prefill ends at 13; attention 13-14, copy 14-24, expert 24-26, a turn, copy 26.5-36.5, expert 36.5-38.5.
+    assert of_work(found, "miss")[1:] == [("miss", 0, 0, 14, 24), ("miss", 0, 1, 26.5, 36.5)]
+    assert found.rounds.end_ms[0] == 38.5
+    free = replace(scene, costs=replace(scene.costs, turn_ms=0.0))
+    ends = [
+        simulate(workload, replace(DEMAND, miss=serve.ADMIT), one, new_tokens=1).rounds.end_ms for one in (scene, free)
+    ]
+    assert ends[0] == ends[1]  # a kernel waits for no host
+
+
+def test_by_hand_rows_of_the_hosts_cores_are_taken_in_one_go():
+    """5 ms each: two of three misses beside a link of 8 ms, all three beside one of 30; half a millisecond after them the rows."""
+    windows = one_request([], [[[0, 1, 2]]], prompt=[[3, 3, 3]])
+    ends = []
+    for copy_ms in (8.0, 30.0):
+        workload, scene = scene_of(windows, slots=4, copy_ms=copy_ms, turn_ms=0.5)
+        found = simulate(workload, replace(DEMAND, miss=serve.CPU_IF_SOONER), scene, new_tokens=1, record=True)
+        ends.append((len(of_work(found, "CPU expert")) - 1, found.rounds.end_ms[0], found.rounds.stall_ms[0]))
+    # prefill: attention 0-1, CPU 1-6, rows 6.5. Token: attention 6.5-7.5, CPU 7.5-12.5 (-17.5, -22.5), rows half a ms later;
+    # with a link of 8 ms the second is copied 7.5-15.5 and computed 15.5-17.5, while the third ends at 17.5.
+    assert ends == [(2, 18.0, 8.5), (3, 23.0, 15.5)]
+
+
+def test_who_computes_a_miss_is_decided_before_the_turns():
+    """As `sooner_by_cpu` does for the engine, which has the same queue before it."""
+    windows = one_request([], [[[0, 1, 2, 3, 4, 5, 6]]], experts=8, prompt=[[7] * 7])
+    expected = np.flatnonzero(serve.sooner_by_cpu(7, 0.0, 10.0, 9.0)).tolist()
+    for turn_ms in (0.0, 8.0):
+        workload, scene = scene_of(windows, slots=1, turn_ms=turn_ms, cpu_read_ms=9.0, read_ms=0.0)
+        found = simulate(workload, replace(DEMAND, miss=serve.CPU_IF_SOONER), scene, new_tokens=1, record=True)
+        assert [span[2] for span in of_work(found, "CPU expert") if span[2] < 7] == expected
+
+
 def test_by_hand_an_expert_comes_from_disk():
     """Reads of 20 ms, copies of 10 behind them; the second read does not wait for the first copy. Host memory holds expert 0."""
     workload, scene = scene_of(one_request([], [[[1, 2]]], prompt=[[0, 0]]), slots=3, disk_ms=20.0, on_host=1)
@@ -215,20 +261,20 @@ def test_by_hand_the_last_plan_sees_all_drafted_tokens():
     assert [found.hits.rates()["token-weighted"] for found in both] == [0.75, 0.25]
 
 
-@settings(max_examples=80)
+@settings(max_examples=400)
 @given(
     seed=st.integers(0, 10_000), slots=st.integers(1, 7), order=st.sampled_from(sorted(ORDERS)),
     miss=st.sampled_from(sorted(MISSES)), prefetch=st.sampled_from([None, *PREFETCH]), barrier=st.booleans(),
     depth=st.integers(0, 4), copy_ms=st.sampled_from([0.5, 3.0, 10.0]), layers=st.integers(1, 4),
-    told_ms=st.sampled_from([0.0, 0.25, 3.0]), disk_ms=st.sampled_from([0.0, 1.0, 20.0]),
-    on_host=st.sampled_from([0, 3, 7]),
+    told_ms=st.sampled_from([0.0, 0.25, 3.0]), turn_ms=st.sampled_from([0.0, 0.5, 4.0]),
+    disk_ms=st.sampled_from([0.0, 1.0, 20.0]), on_host=st.sampled_from([0, 3, 7]),
 )  # fmt: skip
 def test_equals_the_reference(
-    seed, slots, order, miss, prefetch, barrier, depth, copy_ms, layers, told_ms, disk_ms, on_host
+    seed, slots, order, miss, prefetch, barrier, depth, copy_ms, layers, told_ms, turn_ms, disk_ms, on_host
 ):
     windows = windows_of(seed, requests=2, positions=6, depth=4, layers=layers)
     workload, scene = scene_of(
-        windows, slots, depth=depth, copy_ms=copy_ms, told_ms=told_ms, disk_ms=disk_ms, on_host=on_host
+        windows, slots, depth=depth, copy_ms=copy_ms, told_ms=told_ms, turn_ms=turn_ms, disk_ms=disk_ms, on_host=on_host
     )
     policy = replace(DEMAND, draft="int4", order=ORDERS[order], miss=MISSES[miss], barrier=barrier)
     policy = replace(policy, prefetch=PREFETCH[prefetch]) if prefetch else policy
@@ -256,7 +302,7 @@ def windows_for(policy, seed=0, **shape):
 @pytest.mark.parametrize("slots", [1, 3])
 def test_conservation(policy, batch, slots, monkeypatch):
     """Bytes are copies, time runs forward, streams do one thing at a time, slots stay within the budget."""
-    workload, scene = scene_of(windows_for(policy, requests=4, positions=10), slots, told_ms=0.5)
+    workload, scene = scene_of(windows_for(policy, requests=4, positions=10), slots, told_ms=0.5, turn_ms=0.25)
     budget, in_prefills, looks = policy.slots(scene), 0, 0
 
     def watched(function):
@@ -326,7 +372,8 @@ def test_compiled_and_plain_python_agree(tmp_path):
         "rows = {}\n"
         "for p in POLICIES.values():\n"
         "    workload, scene = scene_of(\n"
-        "        windows_of(fewer=p.draft == 'fewer', requests=2, positions=6), slots=3, told_ms=0.5, disk_ms=2.0, on_host=4)\n"
+        "        windows_of(fewer=p.draft == 'fewer', requests=2, positions=6), slots=3, told_ms=0.5, turn_ms=0.25,\n"
+        "        disk_ms=2.0, on_host=4)\n"
         "    s = simulate(workload, p, scene, new_tokens=6)\n"
         "    rows[p.id] = [s.rounds.end_ms.tolist(), s.rounds.stall_ms.tolist(), s.hits.counts.tolist()]\n"
         "json.dump(rows, sys.stdout)\n"

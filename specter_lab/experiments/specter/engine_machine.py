@@ -31,7 +31,7 @@ FEW_SLOTS = (
 )
 GRAPH_LAUNCH_US = 0.01  # per operator of a captured pass: the host launches it as one
 HOST_PASS = "host-served pass"  # plain decoding in paper mode with everything resident
-TOLD = "told of a miss"  # what a layer of it takes longer when something is missing, beside the copies
+TOLD = "told of a miss"  # what a layer of it takes longer when something is missing, beside the copies: one turn of the host
 DRAFT_STEP = "draft step"
 
 
