@@ -14,11 +14,9 @@ from functools import partial
 from queue import SimpleQueue
 
 import psutil
-import torch
 
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.job import Job, Outcome, Rows, WorkerLost, timed
-from specter_lab.models.load import resolve, weight_bytes
 
 WORKER_BYTES = 2 * 2**30  # one process with torch and a zoo model
 GPU_WORKER_BYTES = 12 * 2**30  # on a GPU: its context, kernels, and what it keeps of batches
@@ -35,6 +33,10 @@ def worker_count(context: Context, jobs: Sequence[Job]) -> int:
 
 def process_count(tier: str, models: Collection[str], own_bytes: int = WORKER_BYTES) -> int:
     """Processes that take `own_bytes` and hold one of these models each: at least one."""
+    import torch  # here, not above: every new process imports this file, and not every row needs torch
+
+    from specter_lab.models.load import resolve, weight_bytes
+
     weights = COPIES * max((weight_bytes(resolve(model)) for model in models), default=0)
     held = psutil.virtual_memory().available // (own_bytes + weights)
     if tier != "cpu" and torch.cuda.is_available():

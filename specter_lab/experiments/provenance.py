@@ -21,8 +21,6 @@ import psutil
 from specter_lab import paths
 from specter_lab.experiments.context import Context
 from specter_lab.experiments.registry import find
-from specter_lab.measure.host_speed import cpu_name, usable_cores
-from specter_lab.models.load import shown_name
 
 PACKAGES = (
     "torch", "transformers", "safetensors", "tokenizers", "numpy", "pandas", "pyarrow", "gptqmodel", "defuser", "gguf",
@@ -71,6 +69,8 @@ def gpu_name() -> str | None:
 
 def describe(context: Context, inputs: Mapping[str, str], wall_s: float) -> dict:
     """Everything a reader needs to judge or repeat a run, without this machine's paths."""
+    from specter_lab.models.load import shown_name  # late, as in `local_processes.process_count`
+
     return {
         "experiment": context.experiment,
         "tier": context.tier,
@@ -101,6 +101,8 @@ def question_digest(context: Context, inputs: Mapping[str, str]) -> str:
 def _command(context: Context) -> str:
     words = ["specter-lab", "reproduce", context.experiment, "--tier", context.tier, "--seed", str(context.seed)]
     if context.folder_name != context.tier:
+        from specter_lab.models.load import shown_name
+
         words += ["--models", *map(shown_name, context.models)]
     return shlex.join(words)
 
@@ -118,6 +120,8 @@ def _peak_process_kib() -> int:
 
 
 def _machine() -> dict:
+    from specter_lab.measure.host_speed import cpu_name, usable_cores
+
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),

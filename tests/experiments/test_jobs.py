@@ -260,3 +260,10 @@ def test_a_read_only_output_folder_is_one_sentence(log, tmp_path, disk):
     assert run.returncode == 2, stderr
     assert "Read-only file system: give yourself access to it, or set SPECTER_LAB_OUT" in stderr
     assert "Traceback" not in stderr
+
+
+def test_a_new_process_imports_no_model_code_by_itself():
+    """Every worker imports the jobs' module; torch and transformers would take it five seconds."""
+    code = "import sys, specter_lab.experiments.jobs; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=paths.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

@@ -33,17 +33,26 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small(tmp_path_factory):
+    """Stores of 24 MB, short history; made once for all tests of this file, none of which writes to them."""
+    made = (setting.wide, setting.history, setting.popularity, setting.prompts)
+    folder = tmp_path_factory.mktemp("zipmoe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setting, "WIDE", SMALL)
+        patch.setattr(setting, "HISTORY_PER_SET", 2)
+        patch.setattr(setting, "HISTORY_TOKENS", 16)
+        patch.setattr(setting, "scratch", lambda: folder)
+        for cached in made:
+            cached.cache_clear()
+        yield
+    for cached in made:
+        cached.cache_clear()
+
+
 @pytest.fixture(autouse=True)
-def small(out, monkeypatch):
-    """Stores of 24 MB, short history, one or two repeats."""
-    monkeypatch.setattr(setting, "WIDE", SMALL)
-    monkeypatch.setattr(setting, "HISTORY_PER_SET", 2)
-    monkeypatch.setattr(setting, "HISTORY_TOKENS", 16)
-    for cached in (setting.wide, setting.history, setting.popularity, setting.prompts):
-        cached.cache_clear()
-    yield
-    for cached in (setting.wide, setting.history, setting.popularity, setting.prompts):
-        cached.cache_clear()
+def elsewhere(out):
+    """Whatever else is written goes to a folder of the test's own."""
 
 
 def judged(module, name, rows):
