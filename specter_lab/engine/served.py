@@ -30,7 +30,7 @@ from specter_lab.engine.experts import MISS, ExpertMemory
 from specter_lab.engine.graphs import Launch, host_work
 from specter_lab.engine.host_experts import HostExperts, Room, room_for
 from specter_lab.plan.policy import NO_LOADS, Loads, Prefetcher
-from specter_lab.plan.residency import begin_layer, end_uses, use_all
+from specter_lab.plan.residency import begin_layer, end_uses, of_a_turn, use_all
 
 Output = TypeVar("Output")
 
@@ -169,7 +169,7 @@ class OnDemand:
         ready, missing = begin_layer(slots, layer, counts)
         self._needed, self._hits = self._needed + len(ready) + len(missing), self._hits + len(ready)
         by_host = self.host.share(missing, len(used)) if self.host else np.zeros(len(missing), np.bool_)
-        own, missing, half = missing[by_host], missing[~by_host], max(1, int(slots.count[layer]) // 2)
+        own, missing, half = missing[by_host], missing[~by_host], of_a_turn(slots, layer)
         slots.pinned[layer, own] = False
         self._by_host += len(own)
         if self.host:

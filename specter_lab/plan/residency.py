@@ -173,6 +173,12 @@ def begin_layer(slots: Slots, layer: int, used: np.ndarray) -> tuple[np.ndarray,
 
 
 @compiled
+def of_a_turn(slots: Slots, layer: int) -> int:
+    """Slots whose experts compute while others are filled, where a layer needs more experts than it has slots: half of them."""
+    return max(1, slots.count[layer] // 2)
+
+
+@compiled
 def end_uses(slots: Slots, layer: int, experts: np.ndarray) -> None:
     """Residents [n] have been computed: note it, drop their pins."""
     for expert in experts:

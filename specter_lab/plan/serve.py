@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specter_lab.compiled import compiled
-from specter_lab.plan.residency import ABSENT, NONE, Slots, release, release_all, reserve, use
+from specter_lab.plan.residency import ABSENT, NONE, Slots, of_a_turn, release, release_all, reserve, use
 from specter_lab.plan.streams import (
     ATTENTION,
     COMPUTE,
@@ -247,7 +247,7 @@ def _experts(
     in_use = np.empty(len(rows), np.int64)  # residents of this pass in the order they are done with
     done_ms = np.empty(len(rows))
     count, gone, ready_uses, absent, cpu_end = 0, 0, 0, 0, 0.0
-    half, turns_ms = max(1, slots.count[layer] // 2), 0.0
+    half, turns_ms = of_a_turn(slots, layer), 0.0
     for row in rows:
         expert = needs.experts[row]
         slot = slots.slot_of[layer, expert]
