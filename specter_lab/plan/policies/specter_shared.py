@@ -1,6 +1,6 @@
 """Rolling prefetch while the draft writes; then every miss goes to whoever ends it sooner, the link or the host's cores.
 
-Source: this project (DESIGN.md section 3), after HybriMoE and Fiddler. During the verification a few experts of later layers are
+Source: this project (DESIGN.md section 3), after HybriMoE and Fiddler. During the verification one expert of a later layer is
 copied behind each layer's misses, so that the link does not rest until the next layer's routing is known; not more, for an expert
 that has not been asked for by then is a miss, and the host's cores may be quicker.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from specter_lab.plan.policies.specter_fast import UNSEEN, RollingPrefetch, hand_out
 from specter_lab.plan.policy import NO_LOADS, Clock, Loads, Policy
-from specter_lab.plan.serve import AHEAD_COPIES, CPU_IF_SOONER, NOTHING_AHEAD, Ahead, Needs
+from specter_lab.plan.serve import CPU_IF_SOONER, NOTHING_AHEAD, Ahead, Needs
 
 
 class BesideTheCores(RollingPrefetch):
@@ -22,7 +22,7 @@ class BesideTheCores(RollingPrefetch):
 
     def verifying(self, layer: int, token_experts: np.ndarray, clock: Clock) -> Loads:
         self._wanted_at[: layer + 1] = UNSEEN  # their layers have passed
-        return hand_out(self._wanted_at, AHEAD_COPIES)
+        return hand_out(self._wanted_at, 1)
 
     def ahead(self, needs: Needs) -> Ahead:
         return NOTHING_AHEAD
