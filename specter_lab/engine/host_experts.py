@@ -60,6 +60,7 @@ class HostExperts:
             used: [T, k] experts of every token.
             weights: [T, k] float32 on the host.
         """
+        self.end()  # of a pass that was broken off
         if len(experts):
             self._begun = _cores().submit(self._compute, layer, experts, x.float().numpy(), used, weights.numpy(), room)
         else:
@@ -140,7 +141,10 @@ def new_host_experts(memory: ExpertMemory) -> HostExperts:
 
 @cache
 def _cores() -> ThreadPoolExecutor:
-    """The thread that has the cores compute: all but one, which launches copies and kernels meanwhile."""
-    return ThreadPoolExecutor(
-        1, "host experts", lambda: numba.set_num_threads(max(1, numba.config.NUMBA_NUM_THREADS - 1))
-    )
+    """The thread that has the cores compute; its OpenMP is its own, so torch keeps its threads."""
+    return ThreadPoolExecutor(1, "host experts", _leave_one_core)
+
+
+def _leave_one_core() -> None:
+    """To the thread that launches copies and kernels meanwhile: one of equal shares would wait for it, and all others for that one."""
+    numba.set_num_threads(max(1, numba.config.NUMBA_NUM_THREADS - 1))

@@ -9,14 +9,8 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-import torch
 
 ROWS = 8  # weight rows that are dealt out together: few enough that one expert alone keeps 16 cores equally busy
-
-# Numba's threads and torch's are of one OpenMP: when the former start, the latter become as many.
-_threads = torch.get_num_threads()
-numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
-torch.set_num_threads(_threads)
 
 
 @numba.njit(parallel=True, fastmath=True, cache=True, nogil=True)

@@ -1,5 +1,6 @@
 """The engine writes what transformers' model writes, wherever its experts lie and whatever is prefetched."""
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -146,6 +147,13 @@ def test_rows_that_the_host_computes(device):
     assert (found[~of_host] == 0).all()
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert (found - expected)[of_host].abs().max() < tolerance * expected.abs().max()
+
+
+def test_the_cores_leave_one_to_whoever_launches():
+    threads = torch.get_num_threads()
+    new_host_experts(engine_of("qwen-nano", 6).memory)
+    found = host_experts._cores().submit(numba.get_num_threads).result()
+    assert found == max(1, numba.config.NUMBA_NUM_THREADS - 1) and torch.get_num_threads() == threads
 
 
 def test_sharing_is_even():
