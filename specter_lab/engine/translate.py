@@ -3,13 +3,15 @@
 Batch pruning (Elephants): a finished sentence stays in its row, but its tokens get an expert id past the last: they sort
 to the end, no expert computes them, and experts that only they would use are not read. Rows do not see each other, so
 translations are the same with and without, as far as a product's rows do not depend on how many there are: the kernels'
-do not, a BLAS may differ in the last bit.
+do not, a BLAS may differ in the last bit. The same holds where a batch narrows (`Options.narrow`): finished sentences leave
+altogether, which changes the shape of every product, so it is for those who want translations, not for what counts pruning.
 
 All state lies in buffers of fixed size and a step reads nothing on the host, so on a GPU a step is one CUDA graph.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +40,7 @@ class Options:
     max_tokens: int = 64  # of a translation, with its </s>
     prune: bool = True
     graph: bool = True  # capture the step on a GPU; experts that ask the host (`LoopExperts`) cannot be captured
+    narrow: bool = False  # on a CPU: once half of the sentences are finished, the others go on in a batch of their own
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,38 @@ class Session:
         self._asked.record()
         return before
 
+    def _finish(self, steps: int) -> int:
+        """Go on after `steps` steps until all sentences are finished, or there are as many as may be; returns how many there were."""
+        finished = False
+        while steps < self.options.max_tokens and not finished:
+            self._step()
+            steps += 1
+            finished = self._all_finished()
+            if self.options.narrow and not self._on_gpu and not finished:
+                others = (~self.finished).nonzero().flatten()
+                if 2 * len(others) <= len(self.finished):
+                    return self._finish_only(others, steps)
+        return steps - (self._on_gpu and finished)  # the last one began before the answer was there
+
+    def _finish_only(self, sentences: Tensor, steps: int) -> int:
+        """`_finish` for some sentences [n]; the others, which are finished, stay as they are."""
+        beam, apart = self.options.beam, copy.copy(self)
+        rows = (sentences[:, None] * beam + torch.arange(beam)).flatten()
+        by_sentence = ("tokens", "scores", "done_tokens", "done_scores", "finished")  # what comes back
+        for name in (*by_sentence, "lengths", "owner", "cross_mask"):
+            setattr(apart, name, getattr(self, name).index_select(0, sentences))
+        for name in ("last", "given"):
+            setattr(apart, name, getattr(self, name).index_select(0, rows))
+        for name in ("self_kv", "cross_kv"):
+            setattr(apart, name, [cache.index_select(1, sentences) for cache in getattr(self, name)])
+        apart.experts = self.experts.index_select(2, rows)
+        apart._step = apart.step
+        steps = apart._finish(steps)
+        for name in by_sentence:
+            getattr(self, name).index_copy_(0, sentences, getattr(apart, name))
+        self.experts.index_copy_(2, rows, apart.experts)
+        return steps
+
     @torch.inference_mode()
     def __call__(self, sources: Tensor, lengths: Tensor | None = None) -> Translation:
         """Translate sources [B, S], padded on the right; `lengths` [B] where they are forced."""
@@ -147,12 +182,7 @@ class Session:
         if self._on_gpu:
             self._asked.synchronize()
             self._answer.fill_(False)
-        steps, finished = 0, False
-        while steps < self.options.max_tokens and not finished:
-            self._step()
-            steps += 1
-            finished = self._all_finished()
-        steps -= self._on_gpu and finished  # the last one began before the answer was there
+        steps = self._finish(0)
         tokens, scores = self.tokens, self.scores
         if self.options.beam > 1:
             _keep_unfinished(self)

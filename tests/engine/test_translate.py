@@ -98,6 +98,20 @@ def test_a_session_forgets_the_batch_before(model, sources, beam):
     )
 
 
+@pytest.mark.parametrize("beam", [1, 2])
+def test_a_batch_that_narrows_says_the_same(model, sources, beam, monkeypatch):
+    made, sizes, step = read_switch(model), [], Session.step
+    ends = (translate(made, sources, Options(beam, 40)).tokens == made.end).any(1)
+    mixed = torch.cat((sources[~ends][:1], sources[ends].repeat(4, 1)[:7], sources[~ends][1:2]))
+    monkeypatch.setattr(Session, "step", lambda state: (sizes.append(len(state.finished)), step(state))[1])
+    whole, narrow = (translate(made, mixed, Options(beam, 40, narrow=narrow)) for narrow in (False, True))
+    alone, apart = sizes[: whole.steps], sizes[whole.steps :]
+    assert set(alone) == {9} and apart[0] == 9 and apart == sorted(apart, reverse=True) and apart[-1] == 2
+    assert torch.equal(narrow.tokens, whole.tokens) and torch.equal(narrow.experts, whole.experts)
+    assert narrow.steps == whole.steps
+    torch.testing.assert_close(narrow.scores, whole.scores, atol=1e-4, rtol=1e-5)
+
+
 def test_a_random_model_has_its_geometry():
     geometry = SwitchGeometry(hidden=128, ffn=256, encoder_layers=4, decoder_layers=2, experts=4, vocab=500)
     made = random_switch(geometry, SortedExperts, dtype=torch.float32, device="cpu")

@@ -54,7 +54,7 @@ def measure(model: str, digest: str, direction: str, beam: int, sentences_used: 
     """The model as it is, and quantised in every way. `digest` is here to name the weights."""
     loaded = load_translator(model)
     sources, references = sentences(direction, sentences_used, seed)
-    options = Options(beam=beam, max_tokens=MAX_TOKENS)
+    options = Options(beam=beam, max_tokens=MAX_TOKENS, narrow=True)
 
     def translated(network) -> list[str]:
         return translate_texts(read_switch(network), loaded.tokenizer, sources, direction, options)
