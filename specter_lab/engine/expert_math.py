@@ -25,8 +25,10 @@ def new_parts(x: Tensor, indices: Tensor) -> Tensor:
     return torch.empty(*indices.shape, x.shape[1], dtype=torch.float32, device=x.device)
 
 
-def compute(memory: ExpertMemory, layer: int, x: Tensor, indices: Tensor, weights: Tensor, parts: Tensor) -> None:
-    """Fill in `parts` [T, k, H] with the target's experts, read wherever the table says; needs no host on a GPU.
+def compute(
+    memory: ExpertMemory, layer: int, x: Tensor, indices: Tensor, weights: Tensor, parts: Tensor, addresses: Tensor
+) -> None:
+    """Fill in `parts` [T, k, H] with the target's experts, read wherever `addresses` [E] say; needs no host on a GPU.
 
     Choices of NOT_NOW are left as they are.
     """
@@ -36,7 +38,7 @@ def compute(memory: ExpertMemory, layer: int, x: Tensor, indices: Tensor, weight
         slab = memory.device.data_ptr(), memory.device.data_ptr() + memory.device.nbytes
         cut = (part.split(MAX_TOKENS) for part in (x, indices, weights, parts))
         for some in zip(*cut):
-            grouped_gemm.expert_parts(*some[:3], memory.table[layer], memory.shape.expert_width, some[3], slab=slab)
+            grouped_gemm.expert_parts(*some[:3], addresses, memory.shape.expert_width, some[3], slab=slab)
     else:
         pair_outputs(x, indices, weights, lambda e: memory.pieces(memory.block(layer, e)), parts)
 

@@ -1,9 +1,8 @@
-"""Where routed experts lie: every one in the host slab, some in device slots, and a table that says where to read each.
+"""Where routed experts lie: every one in the host slab, some in device slots, each at an address that kernels read it from.
 
-The slots' state is the planner's (`plan.residency.Slots`), changed by the planner's functions; this file moves the bytes. The
-table [L, E] holds the address a kernel reads an expert from: its slot, or its pinned host address when it has none. Copies run
-on their own stream. Before a pass reads the table it waits for them and takes over the new addresses (`settled`), so no slot
-is read while it is overwritten, and a captured pass needs no host.
+The slots' state is the planner's (`plan.residency.Slots`), changed by the planner's functions; this file moves the bytes. Copies
+run on their own stream. Kernels learn addresses behind the copies they wait for: a captured pass that needs no host from a table
+[L, E] on the device (`publish`), one that the host serves layer by layer from the host (`addresses_of`).
 """
 
 from __future__ import annotations
@@ -35,24 +34,25 @@ class ExpertMemory:
     device: Tensor  # [sum of slots, N]
     first_slot: np.ndarray  # [L] where a layer's slots begin in `device`
     slots: Slots
-    table: Tensor  # [L, E] int64 on the device: where kernels read an expert
-    addresses: Tensor  # the same on the host, a step ahead: with the copies that are under way
+    table: Tensor  # [L, E] int64 on the device: where kernels read an expert, as last published
     stream: torch.cuda.Stream | None  # of the copies, above kernels that wait for them; None on a CPU
     transport: Transport  # brings an expert from the host into a slot
-    held: np.ndarray  # [L, S] expert whose address a slot's bytes are named by in the table, or ABSENT
     flags: Tensor  # [L] int32 on the device: a layer's copies have arrived (`kernels.arrival`)
     waited: Tensor  # [2] int64 on the device: nanoseconds that kernels waited for flags, and whether one gave up
     watch: Stopwatch
-    snapshots: Tensor  # [N, L, E] on the host: `addresses` for copies to the table to read, while the host changes it
     link_free_ms: float = 0.0  # when the copies begun so far should have ended, on the host's clock
     h2d_bytes: int = 0  # copied into slots; counted at the copy call
     counters: dict[str, int] = field(default_factory=dict)
     _unsettled: bool = False  # copies were begun that no stream waits for yet
-    _settled: int = 0  # times so far
 
     def __post_init__(self) -> None:
-        self._ones = torch.ones(len(self.flags), dtype=torch.int32, pin_memory=self.stream is not None)
-        self._written, self._expert_bytes = self.addresses.numpy(), self.host[0, 0].nbytes  # the same memory
+        on_gpu, layers, experts = self.stream is not None, *self.host.shape[:2]
+        self._expert_bytes = self.host[0, 0].nbytes
+        self._in_host = self.host.data_ptr() + np.arange(layers * experts).reshape(layers, experts) * self._expert_bytes
+        self._in_slots = self.device.data_ptr() + self.first_slot[:, None] * self._expert_bytes  # [L, 1]
+        self._rows = torch.empty(layers, experts, dtype=torch.int64, pin_memory=on_gpu)  # on their way to the table
+        self._ones = torch.ones(layers, dtype=torch.int32, pin_memory=on_gpu)
+        self._copied, self._computed = (torch.cuda.Event(), torch.cuda.Event()) if on_gpu else (None, None)
 
     def pieces(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """One expert's (gate and up [2I, H], down [H, I]) as views of its block [N]."""
@@ -66,62 +66,60 @@ class ExpertMemory:
             return self.device[self.first_slot[layer] + slot]
         return self.host[layer, expert]
 
+    def addresses_of(self, layers: int | slice) -> np.ndarray:
+        """Where kernels read the experts of one layer [E], or of several [n, E], once copies that were begun have ended: in their
+        slots, or on the host."""
+        slot = self.slots.slot_of[layers]
+        return np.where(slot == ABSENT, self._in_host[layers], self._in_slots[layers] + slot * self._expert_bytes)
+
     def load(self, loads: Loads, work: str = PREFETCH) -> int:
         """Begin copies of absent experts, in order, until a layer has every slot pinned; returns how many were begun."""
-        if not len(loads[0]):
+        wanted = len(loads[0])
+        if not wanted:
             return 0
         places = reserve_all(self.slots, *loads)
         found = places != NONE
         layers, experts, places = loads[0][found], loads[1][found], places[found]
-        begun, wanted = len(places), len(loads[0])
-        with torch.cuda.stream(self.stream), self.watch.stretch("H2D", work):  # on a CPU everything happens at once
-            self.h2d_bytes += self.transport.bring(layers, experts, self.first_slot[layers] + places)
-        for layer, expert, slot in zip(layers.tolist(), experts.tolist(), places.tolist()):
-            self._note(layer, expert, slot)
+        begun = len(places)
+        if begun:
+            with self.watch.stretch("H2D", work, on=self.stream):  # on a CPU everything happens at once
+                self.h2d_bytes += self.transport.bring(layers, experts, self.first_slot[layers] + places, self.stream)
+            self.slots.ready_ms[layers, places] = 0  # `settled` tells kernels when; the host needs no event of its own
+            self._unsettled = True
+            self.link_free_ms = max(self.link_free_ms, time.perf_counter() * 1e3) + begun * self.transport.copy_ms
         if work == PREFETCH and begun < wanted:
             self.count("prefetch refused: all slots pinned", wanted - begun)
-        self._unsettled |= begun > 0
-        self.link_free_ms = max(self.link_free_ms, time.perf_counter() * 1e3) + begun * self.transport.copy_ms
         return begun
 
-    def _note(self, layer: int, expert: int, slot: int) -> None:
-        """An expert is on its way into a slot; whoever it held is read from the host again."""
-        victim, row = self.held[layer, slot], layer * self.host.shape[1]
-        if victim != ABSENT:
-            self._written[layer, victim] = self.host.data_ptr() + (row + victim) * self._expert_bytes
-        self._written[layer, expert] = self.device.data_ptr() + (self.first_slot[layer] + slot) * self._expert_bytes
-        self.held[layer, slot] = expert
-        self.slots.ready_ms[layer, slot] = 0  # `settled` tells kernels when; the host needs no event of its own
-
     def settled(self) -> None:
-        """Make the current stream wait for every copy that was begun; the table then says where experts lie.
+        """Make the current stream wait for every copy that was begun.
 
-        Kernels that still run when more is loaded must not read experts that come or go: those they need are pinned. At most
-        `len(snapshots)` calls may be ahead of the device.
+        Kernels that still run when more is loaded must not read experts that come or go: those they need are pinned.
         """
         if not self._unsettled:
             return
         self._unsettled = False
         if self.stream is not None:
             with self.watch.stretch("compute", "stall"):
-                torch.cuda.current_stream().wait_stream(self.stream)
-        snapshot = self.snapshots[self._settled % len(self.snapshots)]
-        self._settled += 1
-        self.table.copy_(snapshot.copy_(self.addresses), non_blocking=True)
+                self._copied.record(self.stream)
+                self._copied.wait()
 
     def publish(self, first: int, last: int) -> None:
         """Behind the copies begun so far: rows of the table and flags of layers first .. last - 1."""
         if first == last or self.stream is None:
             return
         self._unsettled = False
+        rows = slice(first, last)
+        self._rows[rows] = torch.from_numpy(self.addresses_of(rows))
         with torch.cuda.stream(self.stream):
-            self.table[first:last].copy_(self.addresses[first:last], non_blocking=True)
-            self.flags[first:last].copy_(self._ones[first:last], non_blocking=True)
+            self.table[rows].copy_(self._rows[rows], non_blocking=True)
+            self.flags[rows].copy_(self._ones[rows], non_blocking=True)
 
     def after_compute(self) -> None:
         """Make the copies to come wait for what the current stream has been given so far."""
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
+            self._computed.record()
+            self._computed.wait(self.stream)
 
     def clock(self) -> Clock:
         """Where the copies stand, on the host's clock."""
@@ -160,17 +158,13 @@ def new_expert_memory(
     """
     total, on_gpu = int(slots_per_layer.sum()), device.type == "cuda"
     budget.take("expert slots", total * host[0, 0].nbytes, "ask for fewer slots or a larger budget")
-    layers, experts = host.shape[:2]
-    addresses = host.data_ptr() + torch.arange(layers * experts).view(layers, experts) * host[0, 0].nbytes
     slab = torch.empty(total, shape.expert_numel, dtype=host.dtype, device=device)
     return ExpertMemory(
         shape=shape, host=host, device=slab,
         first_slot=np.concatenate([[0], np.cumsum(slots_per_layer)[:-1]]),
-        slots=new_slots(slots_per_layer, experts, order),
-        table=addresses.to(device), addresses=addresses.pin_memory() if on_gpu else addresses,
+        slots=new_slots(slots_per_layer, host.shape[1], order),
+        table=torch.zeros(host.shape[:2], dtype=torch.int64, device=device),
         stream=torch.cuda.Stream(device, priority=-1) if on_gpu else None, transport=ResidualTransport(records, slab, budget) if records else WholeTransport(host, slab),
-        held=np.full((layers, int(slots_per_layer.max())), ABSENT),
-        flags=torch.zeros(layers, dtype=torch.int32, device=device),
+        flags=torch.zeros(len(host), dtype=torch.int32, device=device),
         waited=torch.zeros(2, dtype=torch.int64, device=device), watch=Stopwatch(on_gpu),
-        snapshots=torch.empty(2 * experts, layers, experts, dtype=torch.int64, pin_memory=on_gpu),
     )  # fmt: skip

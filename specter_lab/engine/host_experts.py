@@ -37,6 +37,12 @@ class HostExperts:
     _rooms: dict[tuple, Room] = field(default_factory=dict)  # by place and tokens that have room
     _begun: Future | None = None
 
+    def __post_init__(self) -> None:
+        bits = self.memory.host.view(
+            torch.uint16
+        ).numpy()  # on a CPU of float32, which hold BF16 values: their upper halves
+        self._bits = list(bits if self.memory.host.dtype == torch.bfloat16 else bits[..., 1::2])  # L times [E, N]
+
     def share(self, missing: np.ndarray, tokens: int) -> np.ndarray:
         """Which of the missing experts [n] of a pass end sooner here than on the link: [n] bool."""
         clock = self.memory.clock()
@@ -62,7 +68,8 @@ class HostExperts:
         """
         self.end()  # of a pass that was broken off
         if len(experts):
-            self._begun = _cores().submit(self._compute, layer, experts, x.float().numpy(), used, weights.numpy(), room)
+            what = self._bits[layer], experts, used, x.float().numpy(), weights.numpy(), room.act
+            self._begun = _cores().submit(_compute, *what, room.rows.numpy(), room.done.numpy())
         else:
             room.done.zero_()
 
@@ -75,22 +82,6 @@ class HostExperts:
         mean_ms = self.means_ms.get(tokens, took_ms)
         self._kept_out[tokens] = 0
         self.expert_ms = self.means_ms[tokens] = mean_ms + NEW_SHARE * (took_ms - mean_ms)
-
-    def _compute(
-        self, layer: int, experts: np.ndarray, x: np.ndarray, used: np.ndarray, weights: np.ndarray, room: Room
-    ) -> tuple[int, float]:  # fmt: skip
-        """How many tokens, and milliseconds per expert."""
-        from specter_lab.engine.host_kernel import expert_rows
-
-        began = time.perf_counter()
-        expert_rows(self._bits[layer], experts, used, x, weights, room.act, room.rows.numpy(), room.done.numpy())
-        return len(x), (time.perf_counter() - began) * 1e3 / len(experts)
-
-    @property
-    def _bits(self) -> np.ndarray:
-        """[L, E, N] of the host slab; on a CPU it is float32 of BF16 values: their upper halves."""
-        bits = self.memory.host.view(torch.uint16).numpy()
-        return bits if self.memory.host.dtype == torch.bfloat16 else bits[..., 1::2]
 
     def room(self, parts: Tensor) -> Room:
         """For `parts` [T, k, H]; used again once the device has been waited for, as it is in every layer."""
@@ -137,6 +128,16 @@ def new_host_experts(memory: ExpertMemory) -> HostExperts:
         host.end()
     host.alone_ms = host.expert_ms
     return host
+
+
+def _compute(*what: np.ndarray) -> tuple[int, float]:
+    """`host_kernel.expert_rows`: how many tokens, and milliseconds per expert."""
+    from specter_lab.engine.host_kernel import expert_rows
+
+    _, experts, used, *_ = what
+    began = time.perf_counter()
+    expert_rows(*what)
+    return len(used), (time.perf_counter() - began) * 1e3 / len(experts)
 
 
 @cache

@@ -80,7 +80,7 @@ class ReadThrough:
 
             await_flag(self.memory.flags[layer : layer + 1], self.memory.waited)
         parts = expert_math.new_parts(x, indices)
-        expert_math.compute(self.memory, layer, x, indices, weights, parts)
+        expert_math.compute(self.memory, layer, x, indices, weights, parts, self.memory.table[layer])
         return expert_math.combine(parts, indices, self.memory.shape.num_experts, x.dtype)
 
     @property
@@ -129,20 +129,22 @@ class OnDemand:
     _by_host: int = 0
 
     def __call__(self, layer: int, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        parts, chosen = expert_math.new_parts(x, indices), torch.empty_like(indices)
+        parts, experts = expert_math.new_parts(x, indices), self.memory.shape.num_experts
+        told = torch.empty(experts + indices.numel(), dtype=torch.int64, device=x.device)  # see `Staging.runs`
+        addresses, chosen = told[:experts], told[experts:].view_as(indices)
         staged = self._staging(x, indices, weights)
-        staged.indices[0].copy_(indices, non_blocking=True)
+        staged.indices.copy_(indices, non_blocking=True)
         room = self.host.room(parts) if self.host else None
         if room:
             staged.x.copy_(x, non_blocking=True)
             staged.weights.copy_(weights, non_blocking=True)
         host_work(
-            lambda run: self._serve(layer, staged, chosen, room, run),
-            lambda: expert_math.compute(self.memory, layer, x, chosen, weights, parts),
+            lambda run: self._serve(layer, staged, told, room, run),
+            lambda: expert_math.compute(self.memory, layer, x, chosen, weights, parts, addresses),
         )
         if room:
             room.hand_over(parts)
-        return expert_math.combine(parts, indices, self.memory.shape.num_experts, x.dtype)
+        return expert_math.combine(parts, indices, experts, x.dtype)
 
     @property
     def waits(self) -> bool:
@@ -159,39 +161,51 @@ class OnDemand:
         self._needed = self._hits = self._by_host = 0
         return found
 
-    def _serve(self, layer: int, staged: Staging, chosen: Tensor, room: Room | None, run: Launch) -> None:
-        """Hits first, then misses as they come. Where slots are few, half of them compute while the other half is filled."""
+    def _serve(self, layer: int, staged: Staging, told: Tensor, room: Room | None, run: Launch) -> None:
+        """Copies first, for the link has most to do; then hits, all at once; then misses as they come. Where slots are few, half of
+        them compute while the other half is filled."""
         memory, slots = self.memory, self.memory.slots
         memory.watch.wait()  # the layer's routing has reached the host
         memory.settled()
-        used, runs = staged.indices[0].numpy(), 0
+        used, runs = staged.indices.numpy(), 0
         counts = used[used[:, 0] != NOT_NOW]  # not those of free lanes, or beyond a lane's own depth
-        ready, missing = begin_layer(slots, layer, counts)
-        self._needed, self._hits = self._needed + len(ready) + len(missing), self._hits + len(ready)
-        by_host = self.host.share(missing, len(used)) if self.host else np.zeros(len(missing), np.bool_)
-        own, missing, half = missing[by_host], missing[~by_host], of_a_turn(slots, layer)
-        slots.pinned[layer, own] = False
-        self._by_host += len(own)
+        now, missing = begin_layer(slots, layer, counts)
+        self._needed, self._hits = self._needed + len(now) + len(missing), self._hits + len(now)
+        own, missing = self._shared(layer, missing, len(used))
+        coming, missing = self._begun(layer, missing)
         if self.host:
             self.host.begin(layer, own, staged.x, used, staged.weights, room)
-        while True:
-            begun = memory.load((np.full(len(missing), layer), missing), MISS)
-            coming, missing = missing[:begun], missing[begun:]
-            now, ready = (ready[:half], ready[half:]) if len(missing) else (ready, ready[:0])
+        waiting, half = coming[:0], of_a_turn(slots, layer)
+        while len(now) or len(coming) or len(missing):
             if len(now):
-                runs += 1
-                staged.only(runs, now)
-                chosen.copy_(staged.indices[runs], non_blocking=True)
+                told.copy_(staged.of_run(runs, memory.addresses_of(layer), now), non_blocking=True)
                 run()
                 end_uses(slots, layer, now)
-            ready = np.concatenate([ready, coming])
-            if not len(ready) and not len(missing):
-                break
+                runs += 1
             memory.settled()
             memory.after_compute()  # whoever was computed may be overwritten
+            waiting = np.concatenate([waiting, coming])
+            coming, missing = self._begun(layer, missing)
+            turn = half if len(missing) else len(waiting)
+            now, waiting = waiting[:turn], waiting[turn:]
         memory.load(self.prefetcher.verifying(layer, counts, memory.clock()))
         if self.host:
             self.host.end()
+
+    def _shared(self, layer: int, missing: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of a layer's missing experts: those that the host's cores compute, which need no slot, and the others."""
+        if self.host is None:
+            return missing[:0], missing
+        by_host = self.host.share(missing, tokens)
+        own = missing[by_host]
+        self.memory.slots.pinned[layer, own] = False
+        self._by_host += len(own)
+        return own, missing[~by_host]
+
+    def _begun(self, layer: int, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Copy as many as there are slots for: those, and the others."""
+        begun = self.memory.load((np.full(len(missing), layer), missing), MISS)
+        return missing[:begun], missing[begun:]
 
     def _staging(self, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:
         """Passes come one after the other, so those of about as many tokens share what lies in pinned memory."""
@@ -204,25 +218,34 @@ class OnDemand:
 class Staging(NamedTuple):
     """A layer's routing on the host, and what every run computes of it; used again once the layer is through."""
 
-    indices: Tensor  # [E + 1, T, k] the layer's, then those of every run
+    indices: Tensor  # [T, k]
     x: Tensor  # [T, H]
     weights: Tensor  # [T, k]
+    runs: Tensor  # [E, E + T * k] what each run is told: addresses of all experts, and its choices, NOT_NOW for others
 
     def first(self, tokens: int) -> Staging:
-        return Staging(self.indices[:, :tokens], self.x[:tokens], self.weights[:tokens])
+        experts = len(self.runs)
+        return Staging(
+            self.indices[:tokens], self.x[:tokens], self.weights[:tokens],
+            self.runs[:, : experts + tokens * self.indices.shape[1]],
+        )  # fmt: skip
 
-    def only(self, run: int, experts: np.ndarray) -> None:
-        """Run `run` computes these experts alone."""
-        used, chosen = (
-            self.indices[0].numpy(),
-            np.zeros(len(self.indices), np.bool_),
-        )  # NOT_NOW meets the last, which is no expert
+    def of_run(self, run: int, addresses: np.ndarray, experts: np.ndarray) -> Tensor:
+        """Run `run` computes these experts [n] alone."""
+        used, chosen = self.indices.numpy(), np.zeros(len(addresses) + 1, np.bool_)  # NOT_NOW meets the last, no expert
         chosen[experts] = True
-        self.indices[run].numpy()[:] = np.where(chosen[used], used, NOT_NOW)
+        told = self.runs[run]
+        note = told.numpy()
+        note[: len(addresses)], note[len(addresses) :] = addresses, np.where(chosen[used], used, NOT_NOW).ravel()
+        return told
 
 
 def _new_staging(num_experts: int, tokens: int, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:
-    def room(like: Tensor, *more: int) -> Tensor:
-        return torch.empty(*more, tokens, like.shape[1], dtype=like.dtype, pin_memory=like.is_cuda)
+    def room(like: Tensor, *size: int) -> Tensor:
+        return torch.empty(size, dtype=like.dtype, pin_memory=like.is_cuda)
 
-    return Staging(room(indices, num_experts + 1), room(x), room(weights))
+    top_k = indices.shape[1]
+    return Staging(
+        room(indices, tokens, top_k), room(x, tokens, x.shape[1]), room(weights, tokens, top_k),
+        room(indices, num_experts, num_experts + tokens * top_k),
+    )  # fmt: skip

@@ -19,6 +19,7 @@ class Stopwatch:
     on_gpu: bool
     _origin: object = None
     _pending: list = field(default_factory=list)
+    _spare: list = field(default_factory=list)  # events that may be recorded again
 
     def start(self) -> None:
         """Forget everything; times count from here."""
@@ -31,11 +32,14 @@ class Stopwatch:
             torch.cuda.current_stream().synchronize()
 
     @contextmanager
-    def stretch(self, stream: str, work: str, layer: int = NOBODY) -> Iterator[None]:
-        """Time what is given to the current CUDA stream inside; `stream` and `work` are what it is called."""
-        began = self._mark()
+    def stretch(
+        self, stream: str, work: str, layer: int = NOBODY, on: torch.cuda.Stream | None = None
+    ) -> Iterator[None]:
+        """Time what is given to a CUDA stream inside, to the current one unless another is named; `stream` and `work` are what it
+        is called."""
+        began = self._mark(on)
         yield
-        self._pending.append((stream, work, layer, began, self._mark()))
+        self._pending.append((stream, work, layer, began, self._mark(on)))
 
     def ended(self) -> list[Span]:
         """Stretches that have ended since the last call, in the order they were given."""
@@ -46,14 +50,15 @@ class Stopwatch:
                 still_running.append(stretch)
                 continue
             spans.append(Span(stream, self._since_start(began), self._since_start(end), work, layer, NOBODY))
+            self._spare += [began, end]
         self._pending = still_running
         return spans
 
-    def _mark(self) -> object:
+    def _mark(self, on: torch.cuda.Stream | None = None) -> object:
         if not self.on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(on)
         return event
 
     def _since_start(self, mark: object) -> float:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specter_lab.engine.arena import Budget
+from specter_lab.engine.copies import copy_to_device
 from specter_lab.engine.records import Records, restored
 
 ROOMS = 2  # one is filled while the records of the other are restored
@@ -33,9 +34,11 @@ class Transport(Protocol):
     copy_ms: float  # one expert on the link, measured
     bits: float  # of a weight over the link
 
-    def bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray) -> int:
-        """Fill rows `slots` [n] of the device slab with experts [n] of layers [n], in the order of the current stream, and return the
-        bytes that cross."""
+    def bring(
+        self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray, stream: torch.cuda.Stream | None
+    ) -> int:
+        """Fill rows `slots` [n] of the device slab with experts [n] of layers [n], in the order of `stream`, and return the bytes
+        that cross. Without a stream, on a CPU, it is done on return."""
 
 
 class WholeTransport:
@@ -45,10 +48,18 @@ class WholeTransport:
         self._host, self._device, self.bits = host, device, 16.0  # [L, E, N]; float32 on a CPU stands for BF16
         self.copy_ms = _copy_ms(device[0], host[0, 0])
 
-    def bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray) -> int:
-        for layer, expert, slot in zip(layers.tolist(), experts.tolist(), slots.tolist()):
-            self._device[slot].copy_(self._host[layer, expert], non_blocking=True)
-        return len(layers) * self._host[0, 0].nbytes
+    def bring(
+        self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray, stream: torch.cuda.Stream | None
+    ) -> int:
+        each = self._host[0, 0].nbytes
+        if stream is None:
+            for layer, expert, slot in zip(layers.tolist(), experts.tolist(), slots.tolist()):
+                self._device[slot].copy_(self._host[layer, expert])
+        else:
+            targets = self._device.data_ptr() + slots * each
+            sources = self._host.data_ptr() + (layers * self._host.shape[1] + experts) * each
+            copy_to_device(targets, sources, np.full(len(slots), each), stream)
+        return len(layers) * each
 
 
 class ResidualTransport:
@@ -73,49 +84,49 @@ class ResidualTransport:
             room = torch.empty(ROOMS, EXPERTS, longest, dtype=torch.uint8, device=device.device)
             self._link.wait_stream(torch.cuda.current_stream())  # whoever had that memory before
             target = room[0, 0, : len(record)]
-            self._notes, self._noted = torch.empty(NOTES, EXPERTS, 2, dtype=torch.int32, pin_memory=True), 0
+            self._notes, self._begun = torch.empty(NOTES, EXPERTS, 2, dtype=torch.int32, pin_memory=True).numpy(), 0
             self._rooms = [_new_room(part, records, device, self._link) for part in room]
+            self._records_at = (
+                np.array([[slab.data_ptr()] for slab in records.slabs]) + records.first
+            )  # [L, E] addresses
         self.copy_ms = _copy_ms(target, record)
 
-    def bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray) -> int:
-        if self._rooms:
-            alone = len(np.unique(slots)) < len(slots)  # one slot filled twice: the last one stays
-            together = 1 if alone else len(self._rooms[0].records)
-            for first in range(0, len(layers), together):
-                self._bring(*(part[first : first + together].tolist() for part in (layers, experts, slots)))
-        else:  # on a CPU
+    def bring(
+        self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray, stream: torch.cuda.Stream | None
+    ) -> int:
+        if stream is None:
             for layer, expert, slot in zip(layers, experts, slots):
                 self._device[slot] = restored(self._records, layer, expert)
+        else:
+            alone = len(np.unique(slots)) < len(slots)  # one slot filled twice: the last one stays
+            together = 1 if alone else len(self._rooms[0].places)
+            with torch.cuda.stream(stream):
+                for first in range(0, len(layers), together):
+                    self._bring(*(part[first : first + together] for part in (layers, experts, slots)), stream)
         return int(self._records.length[layers, experts].sum())
 
-    def _bring(self, layers: list[int], experts: list[int], slots: list[int]) -> None:
+    def _bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray, stream: torch.cuda.Stream) -> None:
         """As many as a room holds."""
-        room = self._rooms.pop(0)
-        self._rooms.append(room)
-        each = self._records.length.shape[1]
-        note = self._notes[self._noted % NOTES]
-        self._noted += 1
-        said = note.numpy()
-        said[:, 1] = NO_SLOT
-        said[: len(slots), 0], said[: len(slots), 1] = (
-            [layer * each + expert for layer, expert in zip(layers, experts)],
-            slots,
-        )
+        room, note, count = self._rooms[self._begun % ROOMS], self._notes[self._begun % NOTES], len(slots)
+        self._begun += 1
+        note[:, 1] = NO_SLOT
+        note[:count, 0], note[:count, 1] = layers * self._records.length.shape[1] + experts, slots
         self._link.wait_event(room.free)
-        with torch.cuda.stream(self._link):
-            room.what.copy_(note, non_blocking=True)
-            for layer, expert, place in zip(layers, experts, room.records):
-                record = self._records.of(layer, expert)
-                place[: len(record)].copy_(record, non_blocking=True)
-            room.full.record()
-        torch.cuda.current_stream().wait_event(room.full)
+        copy_to_device(
+            np.append(room.places[:count], room.what.data_ptr()),
+            np.append(self._records_at[layers, experts], note.ctypes.data),
+            np.append(self._records.length[layers, experts], note.nbytes),
+            self._link,
+        )
+        room.full.record(self._link)
+        stream.wait_event(room.full)
         room.restore.replay()
-        room.free.record()
+        room.free.record(stream)
 
 
 @dataclass(frozen=True)
 class _Room:
-    records: Tensor  # [n, longest record] uint8 on the device
+    places: np.ndarray  # [n] addresses on the device, a record's each
     what: Tensor  # [n, 2] int32 on the device, see `kernels.residual.restore_experts`
     restore: torch.cuda.CUDAGraph
     full: torch.cuda.Event
@@ -130,7 +141,8 @@ def _new_room(part: Tensor, records: Records, device: Tensor, stream: torch.cuda
     torch.cuda.synchronize()
     with torch.cuda.graph(restore, stream=stream):
         restore_experts(part, what, records, device)
-    return _Room(part, what, restore, torch.cuda.Event(), torch.cuda.Event())
+    places = part.data_ptr() + np.arange(len(part)) * part[0].nbytes
+    return _Room(places, what, restore, torch.cuda.Event(), torch.cuda.Event())
 
 
 def _copy_ms(target: Tensor, source: Tensor) -> float:

@@ -9,9 +9,10 @@ but a copy is the host's to begin, and it knows of a miss only when the layer's 
 D2H stream. Kernels that read through, load by themselves or fall back on the draft's weights do without. An expert that the host's memory does
 not hold is read from disk first, and crosses the link when it has been read.
 
-Where a layer needs more than its slots, a host that loads works in turns, as the engine does: one half of the slots computes while
-the other is filled. Between turns the link waits for the host once (`PassCosts.turn_ms`), as the GPU does for rows that the host's
-cores have computed. Who computes a miss is decided before any of that, by the copies that are queued when the host hears of it.
+Where a layer needs more than its slots, a host that loads works in turns, as the engine does: first whoever is there, then one half
+of the slots computes while the other is filled. A turn gives up its slots all at once, `PassCosts.turn_ms` after the last of it has
+been computed; so long the GPU also takes to get at rows that the host's cores have computed. Who computes a miss is decided before
+any of that, by the copies that are queued when the host hears of it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class PassCosts(NamedTuple):
     cpu_read_ms: float  # one expert from host memory to the host's cores
     cpu_flop_ms: float  # one token through one expert there
     routing_ms: float  # a layer's routing, GPU to host
-    turn_ms: float  # the host launches once more while link or GPU wait for it
+    turn_ms: float  # from the end of a turn to the next copy; 0: slots are given up one by one, with no turns
     disk: Disk
 
 
@@ -247,7 +248,7 @@ def _experts(
     in_use = np.empty(len(rows), np.int64)  # residents of this pass in the order they are done with
     done_ms = np.empty(len(rows))
     count, gone, ready_uses, absent, cpu_end = 0, 0, 0, 0, 0.0
-    half, turns_ms = of_a_turn(slots, layer), 0.0
+    half, turns_ms = of_a_turn(slots, layer), 0.0  # and what the link waited for slots
     for row in rows:
         expert = needs.experts[row]
         slot = slots.slot_of[layer, expert]
@@ -281,6 +282,7 @@ def _experts(
         return
     for i in range(count):
         slots.pinned[layer, in_use[i]] = True
+    turn_end = count  # the first turn is of those that are there
     for row in rows:
         expert, uses = needs.experts[row], needs.uses[row]
         if slots.slot_of[layer, expert] != ABSENT or _among(in_use, count, expert):
@@ -289,7 +291,7 @@ def _experts(
         if miss == CPU_IF_SOONER or miss == CPU_IF_SHORTER:
             cpu_ms = max(costs.cpu_read_ms, uses * costs.cpu_flop_ms)
             there = max(streams.free_ms[DISK], host_ms) + costs.disk.read_ms if expert >= costs.disk.first else host_ms
-            queued_ms = streams.free_ms[H2D] - turns_ms  # turns come later than this is decided
+            queued_ms = streams.free_ms[H2D] - turns_ms  # that comes later than this is decided
             cpu_free_ms, link_free_ms = max(streams.free_ms[CPU], there), max(queued_ms, there)
             sooner = ends_sooner_by_cpu(cpu_free_ms, cpu_ms, link_free_ms, costs.copy_ms)
             better = sooner if miss == CPU_IF_SOONER else cpu_ms < costs.copy_ms
@@ -299,14 +301,17 @@ def _experts(
             slot, after = reserve(slots, layer, expert), by_host_ms
             while slot == NONE:  # every slot is in use here: the first expert that is done gives up its own
                 release(slots, layer, in_use[gone])
-                after = max(after, done_ms[gone])
-                if kind == LOAD and gone % half == 0:
-                    after = max(after, streams.free_ms[H2D]) + costs.turn_ms
-                    turns_ms += costs.turn_ms
+                if gone == turn_end:
+                    turn_end = min(gone + half, count)
+                in_turns = kind == LOAD and costs.turn_ms > 0
+                after = max(after, done_ms[turn_end - 1] + costs.turn_ms if in_turns else done_ms[gone])
                 gone += 1
                 slot = reserve(slots, layer, expert)
             use(slots, layer, expert)
-            there = max(after, in_host_memory(streams, costs.disk, by_host_ms, layer, expert))
+            there = in_host_memory(streams, costs.disk, by_host_ms, layer, expert)
+            if kind == LOAD and costs.turn_ms > 0:
+                turns_ms += max(0.0, after - max(there, streams.free_ms[H2D]))
+            there = max(there, after)
             if kind == LOAD:
                 meter.counts[COPIES] += 1
                 arrival = run(streams, H2D, costs.copy_ms, there, MISS, layer, expert)

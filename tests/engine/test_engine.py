@@ -136,7 +136,8 @@ def test_rows_that_the_host_computes(device):
     weights = torch.rand(5, 4, generator=generator)
     on_device = [part.to(device) for part in (x, indices, weights)]
     expected = expert_math.new_parts(*on_device[:2])
-    expert_math.compute(memory, 1, *on_device, expected)
+    addresses = torch.from_numpy(memory.addresses_of(1)).to(device)
+    expert_math.compute(memory, 1, *on_device, expected, addresses)
     found = torch.zeros_like(expected)
     host = new_host_experts(memory)
     mine, room = np.unique(indices)[::2], host.room(found)
@@ -275,19 +276,23 @@ def test_samples_do_not_depend_on_what_was_asked_before():
     assert texts[0] == texts[1]
 
 
-def test_the_table_follows_the_slots():
-    engine = engine_of("qwen-nano", 2)
+@pytest.mark.parametrize("device", DEVICES)
+def test_addresses_follow_the_slots(device):
+    engine = engine_of("qwen-nano", 2, device)
     engine.generate(ids_of(engine), 24, depth=4)
     memory, slots = engine.memory, engine.memory.slots
     copied = 0
     for layer in range(len(slots.count)):
+        addresses = memory.addresses_of(layer)
         for expert in range(memory.shape.num_experts):
-            address, slot = int(memory.table[layer, expert]), slots.slot_of[layer, expert]
+            slot = slots.slot_of[layer, expert]
             place = memory.host[layer, expert] if slot == ABSENT else memory.device[memory.first_slot[layer] + slot]
-            assert address == place.data_ptr()
-            assert slot == ABSENT or torch.equal(place, memory.host[layer, expert])
+            assert addresses[expert] == place.data_ptr()
+            assert slot == ABSENT or torch.equal(place.cpu(), memory.host[layer, expert])
         copied += int(slots.generation[layer].sum())
     assert memory.h2d_bytes == copied * memory.host[0, 0].nbytes == engine.stats.h2d_bytes
+    if device == "cuda":
+        assert np.array_equal(memory.table.cpu().numpy(), memory.addresses_of(slice(None)))
 
 
 @pytest.mark.parametrize("device", DEVICES)

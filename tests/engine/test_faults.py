@@ -48,13 +48,14 @@ def slow_down(memory: ExpertMemory, draw: np.random.Generator, patch: pytest.Mon
     """Every tenth copy takes a hundred times as long."""
     bring = memory.transport.bring
 
-    def slow(*loads: np.ndarray) -> int:
-        each = len(loads[0]) if memory.stream is None else 2  # as many as residuals are restored at a time
+    def slow(layers: np.ndarray, experts: np.ndarray, slots: np.ndarray, stream: torch.cuda.Stream | None) -> int:
+        each = max(1, len(slots)) if stream is None else 2
         moved = 0
-        for first in range(0, len(loads[0]), max(1, each)):
-            if memory.stream is not None and draw.random() < 0.1:
-                torch.cuda._sleep(SLOW_CYCLES)  # on the copies' stream
-            moved += bring(*(part[first : first + each] for part in loads))
+        for first in range(0, len(slots), each):
+            if stream is not None and draw.random() < 0.1:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(SLOW_CYCLES)
+            moved += bring(*(part[first : first + each] for part in (layers, experts, slots)), stream)
         return moved
 
     patch.setattr(memory.transport, "bring", slow)

@@ -98,7 +98,7 @@ class Reference:
                 self.touch(layer, expert)
         present = [e for e in needed if e in link.ready]
         ready = [e for e in present if link.ready[e] <= now]
-        done, gone, turned = [], 0, 0.0  # done: (expert, when its slot may be given up)
+        done, leaving, turned, there_first = [], [], 0.0, len(present)  # (expert, its end), (expert, its slot's)
         if ready:
             end = self.run("compute", c.read_ms * len(ready))
             done += [(e, end) for e in ready]
@@ -122,14 +122,18 @@ class Reference:
                 by_kernel = self.miss == "admit"
                 ms = c.read_through_ms if by_kernel else c.copy_ms
                 free = asked = now if by_kernel and not self.on_disk(expert) else host
+                in_turns = not by_kernel and c.turn_ms > 0
+                queue = self.free["h2d"]
                 while (arrival := self.put(layer, expert, asked, ms, free)) is None:
-                    first, end = done.pop(0)
+                    if not leaving:  # another turn: of those that are there, or of half the slots
+                        size = (there_first or max(1, link.count // 2)) if in_turns else 1
+                        turn, done, there_first = done[:size], done[size:], 0
+                        leaving = [(e, turn[-1][1] + c.turn_ms if in_turns else end) for e, end in turn]
+                    first, end = leaving.pop(0)
                     link.pinned.discard(first)
                     free = max(free, end)
-                    if not by_kernel and gone % max(1, link.count // 2) == 0:  # the host begins with another half
-                        free = max(free, self.free["h2d"]) + c.turn_ms
-                        turned += c.turn_ms
-                    gone += 1
+                there = self.free["disk"] if self.on_disk(expert) else asked
+                turned += max(0.0, free - max(queue, there)) if in_turns else 0.0
                 self.touch(layer, expert)
                 link.pinned.add(expert)
                 done.append((expert, self.compute(arrival, c.read_ms)))

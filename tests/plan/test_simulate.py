@@ -190,13 +190,24 @@ def test_the_host_is_told_only_where_it_has_to_act(miss):
 
 
 def test_by_hand_few_slots_are_filled_half_by_half():
-    """Seven experts in four slots, half a millisecond between turns: two halves after the first four, and a half of one."""
+    """Seven experts in four slots, 20 ms from the end of a turn to the next copy: two halves, then half of one."""
     windows = one_request([], [[[0, 1, 2, 3, 4, 5, 6]]], experts=8, prompt=[[7] * 7])
-    workload, scene = scene_of(windows, slots=4, turn_ms=0.5)
+    workload, scene = scene_of(windows, slots=4, turn_ms=20.0)
     found = simulate(workload, DEMAND, scene, new_tokens=1, record=True)
-    # prefill ends at 13; attention 13-14, copies 14-54, a turn, 54.5-74.5, another, 75-85, expert 85-87.
-    assert [span[3] for span in of_work(found, "miss")][1:] == [14, 24, 34, 44, 54.5, 64.5, 75]
-    assert found.rounds.end_ms[0] == 87 and found.rounds.h2d_ms[0] == 70
+    # prefill ends at 13; attention 13-14, copies 14-54, experts until 26, 36, 46, 56: the first two make room at 56, the
+    # others at 76, when the copies 56-76 have ended; the last one arrives at 86.
+    assert [span[3] for span in of_work(found, "miss")][1:] == [14, 24, 34, 44, 56, 66, 76]
+    assert found.rounds.end_ms[0] == 88 and found.rounds.h2d_ms[0] == 70
+
+
+def test_by_hand_the_first_turn_is_of_those_that_are_there():
+    """Experts 0 to 2 are there and compute in one go; three misses take their slots 20 ms later, beside one free slot before."""
+    windows = one_request([], [[[0, 1, 2, 3, 4, 5, 6]]], experts=8, prompt=[[0, 1, 2, 0, 0, 0, 0]])
+    workload, scene = scene_of(windows, slots=4, turn_ms=20.0)
+    found = simulate(workload, DEMAND, scene, new_tokens=1, record=True)
+    misses = [span for span in of_work(found, "miss") if span[2] > 2]
+    began = misses[0][3]  # when attention has ended: three experts of 2 ms, a turn, then copies of 10 ms
+    assert [span[3] - began for span in misses] == [0, 26, 36, 46]
 
 
 def test_by_hand_a_single_slot_is_a_turn_for_every_expert():
