@@ -126,7 +126,8 @@ class ResidualTransport:
 
 @dataclass(frozen=True)
 class _Room:
-    places: np.ndarray  # [n] addresses on the device, a record's each
+    records: Tensor  # [n, longest record] uint8 on the device
+    places: np.ndarray  # [n] their addresses
     what: Tensor  # [n, 2] int32 on the device, see `kernels.residual.restore_experts`
     restore: torch.cuda.CUDAGraph
     full: torch.cuda.Event
@@ -142,7 +143,7 @@ def _new_room(part: Tensor, records: Records, device: Tensor, stream: torch.cuda
     with torch.cuda.graph(restore, stream=stream):
         restore_experts(part, what, records, device)
     places = part.data_ptr() + np.arange(len(part)) * part[0].nbytes
-    return _Room(places, what, restore, torch.cuda.Event(), torch.cuda.Event())
+    return _Room(part, places, what, restore, torch.cuda.Event(), torch.cuda.Event())
 
 
 def _copy_ms(target: Tensor, source: Tensor) -> float:
