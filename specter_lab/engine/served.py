@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -167,27 +168,29 @@ class OnDemand:
         memory, slots = self.memory, self.memory.slots
         memory.watch.wait()  # the layer's routing has reached the host
         memory.settled()
-        used, runs = staged.indices.numpy(), 0
+        used, half, runs = staged.indices.numpy(), of_a_turn(slots, layer), count()
         counts = used[used[:, 0] != NOT_NOW]  # not those of free lanes, or beyond a lane's own depth
-        now, missing = begin_layer(slots, layer, counts)
-        self._needed, self._hits = self._needed + len(now) + len(missing), self._hits + len(now)
+        hits, missing = begin_layer(slots, layer, counts)
+        self._needed, self._hits = self._needed + len(hits) + len(missing), self._hits + len(hits)
+
+        def compute(experts: np.ndarray) -> None:
+            if len(experts):
+                told.copy_(staged.of_run(next(runs), memory.addresses_of(layer), experts), non_blocking=True)
+                run()
+                end_uses(slots, layer, experts)
+
         own, missing = self._shared(layer, missing, len(used))
-        coming, missing = self._begun(layer, missing)
+        waiting, missing = self._begun(layer, missing)
+        compute(hits)
         if self.host:
             self.host.begin(layer, own, staged.x, used, staged.weights, room)
-        waiting, half = coming[:0], of_a_turn(slots, layer)
-        while len(now) or len(coming) or len(missing):
-            if len(now):
-                told.copy_(staged.of_run(runs, memory.addresses_of(layer), now), non_blocking=True)
-                run()
-                end_uses(slots, layer, now)
-                runs += 1
+        while len(waiting) or len(missing):
             memory.settled()
             memory.after_compute()  # whoever was computed may be overwritten
-            waiting = np.concatenate([waiting, coming])
             coming, missing = self._begun(layer, missing)
             turn = half if len(missing) else len(waiting)
-            now, waiting = waiting[:turn], waiting[turn:]
+            compute(waiting[:turn])
+            waiting = np.concatenate([waiting[turn:], coming])
         memory.load(self.prefetcher.verifying(layer, counts, memory.clock()))
         if self.host:
             self.host.end()
