@@ -100,9 +100,11 @@ class ResidualTransport:
         else:
             alone = len(np.unique(slots)) < len(slots)  # one slot filled twice: the last one stays
             together = 1 if alone else len(self._rooms[0].places)
+            last = len(slots) - 1  # who waits for the last one waits for its room to be restored: it has its own
+            firsts = [*range(0, last, together), last]
             with torch.cuda.stream(stream):
-                for first in range(0, len(layers), together):
-                    self._bring(*(part[first : first + together] for part in (layers, experts, slots)), stream)
+                for first, end in zip(firsts, [*firsts[1:], len(slots)]):
+                    self._bring(layers[first:end], experts[first:end], slots[first:end], stream)
         return int(self._records.length[layers, experts].sum())
 
     def _bring(self, layers: np.ndarray, experts: np.ndarray, slots: np.ndarray, stream: torch.cuda.Stream) -> None:
