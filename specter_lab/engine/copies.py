@@ -1,4 +1,4 @@
-"""Many copies from pinned memory to the device in one call: through Torch each costs the host as long as a tenth of the copy itself.
+"""Copies from pinned memory to the device, straight to the driver: through Torch each costs the host a tenth of the copy itself.
 
 The link is never the host's to wait for: what it does for a layer has to end before the layer's copies do.
 """

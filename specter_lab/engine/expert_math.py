@@ -1,4 +1,4 @@
-"""Computing routed experts: by kernels that read through the address table, or row by row on a CPU.
+"""Computing routed experts: by kernels that are told their addresses, or row by row on a CPU.
 
 Both add a token's experts in the order of its choices and round at the same places, whatever else is in the pass and wherever
 the weights lie: offloaded equals resident bit for bit.

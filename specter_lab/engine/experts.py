@@ -8,6 +8,7 @@ run on their own stream. Kernels learn addresses behind the copies they wait for
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,7 +61,7 @@ class ExpertMemory:
         return block[:cut].view(-1, self.shape.hidden), block[cut:].view(self.shape.hidden, -1)
 
     def block(self, layer: int, expert: int) -> Tensor:
-        """The bytes a kernel would read: the slot's if the table says so, else the host's."""
+        """The bytes at an address of `addresses_of`."""
         slot = self.slots.slot_of[layer, expert]
         if slot != ABSENT and self.slots.ready_ms[layer, slot] == 0:
             return self.device[self.first_slot[layer] + slot]
@@ -69,8 +70,11 @@ class ExpertMemory:
     def addresses_of(self, layers: int | slice) -> np.ndarray:
         """Where kernels read the experts of one layer [E], or of several [n, E], once copies that were begun have ended: in their
         slots, or on the host."""
-        slot = self.slots.slot_of[layers]
-        return np.where(slot == ABSENT, self._in_host[layers], self._in_slots[layers] + slot * self._expert_bytes)
+        slot, ready_ms = self.slots.slot_of[layers], self.slots.ready_ms[layers]
+        begun = (slot != ABSENT) & (
+            np.take_along_axis(ready_ms, np.maximum(slot, 0), -1) == 0
+        )  # not one that was broken off
+        return np.where(begun, self._in_slots[layers] + slot * self._expert_bytes, self._in_host[layers])
 
     def load(self, loads: Loads, work: str = PREFETCH) -> int:
         """Begin copies of absent experts, in order, until a layer has every slot pinned; returns how many were begun."""
@@ -159,7 +163,7 @@ def new_expert_memory(
     total, on_gpu = int(slots_per_layer.sum()), device.type == "cuda"
     budget.take("expert slots", total * host[0, 0].nbytes, "ask for fewer slots or a larger budget")
     slab = torch.empty(total, shape.expert_numel, dtype=host.dtype, device=device)
-    return ExpertMemory(
+    memory = ExpertMemory(
         shape=shape, host=host, device=slab,
         first_slot=np.concatenate([[0], np.cumsum(slots_per_layer)[:-1]]),
         slots=new_slots(slots_per_layer, host.shape[1], order),
@@ -168,3 +172,6 @@ def new_expert_memory(
         flags=torch.zeros(len(host), dtype=torch.int32, device=device),
         waited=torch.zeros(2, dtype=torch.int64, device=device), watch=Stopwatch(on_gpu),
     )  # fmt: skip
+    if memory.stream is not None:  # no memory is given to another while copies into it, or from it, are on their way
+        weakref.finalize(memory, memory.stream.synchronize).atexit = False
+    return memory

@@ -196,14 +196,14 @@ class OnDemand:
                 end_uses(slots, layer, experts)
 
         own, missing = self._shared(layer, missing, len(used))
-        waiting, missing = self._begun(layer, missing)
+        waiting, missing = self._begun(layer, missing, half)
         compute(hits)
         if self.host:
             self.host.begin(layer, own, staged.x, used, staged.weights, room)
         while len(waiting) or len(missing):
-            memory.settled()
             memory.after_compute()  # whoever was computed may be overwritten
-            coming, missing = self._begun(layer, missing)
+            memory.settled()
+            coming, missing = self._begun(layer, missing, half)
             turn = half if len(missing) else len(waiting)
             compute(waiting[:turn])
             waiting = np.concatenate([waiting[turn:], coming])
@@ -221,9 +221,10 @@ class OnDemand:
         self._by_host += len(own)
         return own, missing[~by_host]
 
-    def _begun(self, layer: int, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Copy as many as there are slots for: those, and the others."""
-        begun = self.memory.load((np.full(len(missing), layer), missing), MISS)
+    def _begun(self, layer: int, missing: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copy as many as there are slots for, `most` at once: those, and the others."""
+        wanted = missing[:most]
+        begun = self.memory.load((np.full(len(wanted), layer), wanted), MISS)
         return missing[:begun], missing[begun:]
 
     def _staging(self, x: Tensor, indices: Tensor, weights: Tensor) -> Staging:

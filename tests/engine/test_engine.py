@@ -297,6 +297,21 @@ def test_addresses_follow_the_slots(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["fast", "paper"])
+def test_a_copy_that_was_broken_off_changes_no_token(mode, device, monkeypatch):
+    """Its slot stays taken, and the expert is read from the host until it is copied again."""
+    engine = engine_of("qwen-nano", 6, device, mode=mode)
+    expected = engine.generate(ids_of(engine), 24, depth=4)
+    engine.memory.device.fill_(float("nan"))
+    engine.memory.slots.ready_ms[:] = np.inf
+    monkeypatch.setattr(engine.memory.transport, "bring", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(ids_of(engine), 24, depth=4)
+    monkeypatch.undo()
+    assert torch.equal(engine.generate(ids_of(engine), 24, depth=4), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["fast", "paper"])
 @pytest.mark.parametrize("model", MODELS)
 def test_residual_transport_changes_no_bit(model, mode, device):
     whole = engine_of(model, 3, device, mode=mode)
