@@ -63,6 +63,7 @@ class Engine:
     ops: Ops
     stats: Meter = field(default_factory=Meter)
     on_round: OnRound | None = None  # told of every round's routing and work
+    online: OnlineDepth = field(default_factory=lambda: OnlineDepth(MAX_DEPTH))  # learns from one text after another
     _session: Session | None = None
 
     @property
@@ -81,7 +82,8 @@ class Engine:
 
         Args:
             temperature: 0 is greedy; otherwise samples follow the target's distribution exactly.
-            depth: drafted tokens per round; None: the policy's, or chosen online from measured times.
+            depth: drafted tokens per round; None: the policy's, or chosen online from what rounds have taken so far, also those of
+                earlier texts.
             seed: of sampling; the same seed gives the same text at a fixed depth.
             ignore_eos: go on after the end-of-text token; by default it is the last one.
             stream: yield pieces (text, or lists of ids) as they are committed, and return nothing else.
@@ -196,7 +198,7 @@ class Engine:
         self, ids: Tensor, new_tokens: int, temperature: float, depth: int | None, seed: int
     ) -> Iterator[list[int]]:
         depth = self.depth if depth is None else depth
-        control: DepthController = OnlineDepth(MAX_DEPTH) if depth is None else FixedDepth(depth)
+        control: DepthController = self.online if depth is None else FixedDepth(depth)
         session = self.session_for(len(ids) + new_tokens, MAX_DEPTH if depth is None else depth, temperature)
         generator = Generator(self.device).manual_seed(seed)
         left = new_tokens

@@ -5,8 +5,8 @@ FLOPs / peak) or its measured time; a layer takes at least its operators' launch
 BF16 and top-k experts in INT4; an expert is copied whole.
 
 Routing reaches the host as one small copy per layer of a target pass, and one per drafted token. Where an engine was there to
-measure (`told_ms`), that takes what a layer with a miss takes longer than one without, beside the copies: one more turn of the
-host, which is also what every further turn is charged (`plan.serve`). Where host memory does not
+measure (`told_ms`), that takes what a layer with a miss takes longer than one without, beside the copies; every turn in which
+slots are used again costs `turn_ms` (`plan.serve`). Where host memory does not
 hold all routed experts, it holds the first ones of every layer, whoever they are, and the others are read from disk each
 time: experts have no order, so this is neither the best nor the worst choice.
 """
@@ -48,7 +48,8 @@ class StepCosts:
     context_tokens: int = 0  # KV entries that every pass reads
     on_host: int | None = None  # experts of every layer that host memory holds; None: all
     transport: Transport = Transport()
-    told_ms: float | None = None  # a turn of the host as measured; None: telling it is a copy, other turns take no time
+    told_ms: float | None = None  # the host hears of a miss, as measured; None: as long as a copy of the routing
+    turn_ms: float = 0.0  # see `PassCosts.turn_ms`
 
     def placed(self, gpu_bytes: int) -> StepCosts:
         """The same, with as many experts in host memory as it has room for beside its system; the others stay on disk.
@@ -125,7 +126,7 @@ class StepCosts:
             cpu_read_ms=expert_gb / cpu.memory_bandwidth_gb_s * 1e3,
             cpu_flop_ms=token_tflop / cpu.bf16_tflop_s * 1e3,
             routing_ms=self.routing_ms(tokens, 1),
-            turn_ms=self.told_ms or 0.0,
+            turn_ms=self.turn_ms,
             disk=self.disk,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from specter_lab.engine.weights import load_weights
 from specter_lab.errors import UserError
 from specter_lab.models.load import load as load_reference
 from specter_lab.models.originals import ORIGINALS
-from specter_lab.plan.depth_control import FixedDepth
+from specter_lab.plan.depth_control import FixedDepth, OnlineDepth
 from specter_lab.plan.policy import Prefetcher
 from specter_lab.plan.residency import ABSENT
 from specter_lab.plan.serve import sooner_by_cpu
@@ -261,6 +261,17 @@ def test_streamed_text_is_the_whole_text():
     pieces = list(engine.generate(TEXT, 32, stream=True))
     assert len(pieces) > 1
     assert "".join(pieces) == engine.generate(TEXT, 32)
+
+
+def test_what_depths_are_worth_is_learnt_once():
+    engine, depths = engine_of("qwen-nano", 6), []
+    engine.on_round = lambda routed, spans: depths.append(len(routed.drafted))
+    begins = []
+    for _ in range(2):
+        begins.append(len(depths))
+        engine.generate(ids_of(engine), 40)
+    first, second = depths[: begins[1]], depths[begins[1] :]
+    assert tuple(first[:3]) == OnlineDepth.START != tuple(second[:3])
 
 
 def test_samples_repeat_with_their_seed_only():

@@ -15,7 +15,9 @@ from specter_lab.experiments.specter.peers import ACCELERATE
 from specter_lab.plan.hardware import read_profile
 from specter_lab.plan.replay import Replay
 
-MACHINE = engine_machine.Machine(read_profile("h200-pcie5"), 50.0, [Pass("draft step", 1.5, 10**9, 0.8)], 3.0, 0.05)
+MACHINE = engine_machine.Machine(
+    read_profile("h200-pcie5"), 50.0, [Pass("draft step", 1.5, 10**9, 0.8)], 3.0, 0.05, 0.08
+)
 
 
 @pytest.fixture(scope="module")

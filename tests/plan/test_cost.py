@@ -66,8 +66,8 @@ def test_a_pass_of_the_draft_over_several_tokens_reads_the_experts_that_they_use
 def test_turns_of_the_host_cost_what_was_measured_or_nothing():
     costs = StepCosts(QWEN, A100)
     assert costs.of_pass(9).turn_ms == 0.0 < costs.of_pass(9).routing_ms
-    measured = replace(costs, told_ms=0.065).of_pass(9)
-    assert measured == costs.of_pass(9)._replace(turn_ms=0.065, routing_ms=0.065)
+    measured = replace(costs, told_ms=0.065, turn_ms=0.08).of_pass(9)
+    assert measured == costs.of_pass(9)._replace(turn_ms=0.08, routing_ms=0.065)
 
 
 def test_a_short_pass_waits_for_its_launches():

@@ -113,13 +113,14 @@ def exact(rows: pd.DataFrame) -> pd.DataFrame:
 def work_figure(rows: pd.DataFrame) -> Figure:
     """One round of each drawn system on its streams, as device events timed it."""
     work = rows[rows["by"] == "work"]
-    systems, kinds = list(dict.fromkeys(work["item"])), list(dict.fromkeys(work["work"]))
+    work = work.assign(title=work["model"] + ": " + work["item"])
+    systems, kinds = list(dict.fromkeys(work["title"])), list(dict.fromkeys(work["work"]))
     colors = dict(zip(kinds, sns.color_palette("colorblind", len(kinds))))
     figure, axes = plt.subplots(
         len(systems), 1, figsize=(7.5, 1.1 * len(systems) + 0.9), sharex=True, squeeze=False, constrained_layout=True
     )
     for axis, system in zip(axes[:, 0], systems):
-        of_system = work[work["item"] == system]
+        of_system = work[work["title"] == system]
         began = of_system["measured_start_ms"].min()
         for (lane, kind), part in of_system.groupby(["stream", "work"]):
             spans = list(zip(part["measured_start_ms"] - began, part["measured_end_ms"] - part["measured_start_ms"]))
