@@ -19,12 +19,11 @@ def plot(rows: pd.DataFrame) -> Figure:
     """a: ms per token of every system beside what limits it, per model; b: simulated against measured."""
     rows = rows[rows["by"] == "system"]
     models = list(dict.fromkeys(rows["model"]))
-    figure, axes = plt.subplots(
-        1, len(models) + 1, figsize=(2.2 + 4.2 * len(models) + 4.2, 4.6), width_ratios=[*[1.25] * len(models), 1], constrained_layout=True
-    )  # fmt: skip
-    table = limits(rows)
+    figure, axes = plt.subplots(1, len(models) + 1, figsize=(6.4 + 3.2 * len(models), 4.6), constrained_layout=True)
+    table, systems = limits(rows), [name for name in SYSTEMS if name in set(rows["item"])]
     for axis, model, letter in zip(axes, models, "abcdef"):
-        _systems(axis, rows[rows["model"] == model], table[table["model"] == model])
+        _systems(axis, systems, rows[rows["model"] == model], table[table["model"] == model])
+        axis.tick_params(labelleft=axis is axes[0])  # the same systems in every panel
         axis.set_title(f"{letter}  {rows.loc[rows['model'] == model, 'original'].iloc[0]}", loc="left", fontsize=10)
     _simulator(axes[-1], table)
     axes[-1].set_title(f"{'abcdef'[len(models)]}  Simulator", loc="left", fontsize=10)
@@ -34,9 +33,8 @@ def plot(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _systems(axis: Axes, rows: pd.DataFrame, table: pd.DataFrame) -> None:
+def _systems(axis: Axes, systems: list[str], rows: pd.DataFrame, table: pd.DataFrame) -> None:
     """A row per system: prompt sets as small dots, all together as a large one, and the limit as a bar."""
-    systems = [name for name in SYSTEMS if name in set(rows["item"])]
     blue, orange = sns.color_palette("colorblind", 2)
     for budget, color, shift in (("high", blue, -0.16), ("low", orange, 0.16)):
         ms = medians(rows, "measured_ms_per_token").xs(budget, level="budget").droplevel("model")
@@ -78,6 +76,8 @@ def _simulator(axis: Axes, table: pd.DataFrame) -> None:
                   mfc=colors[row.item] if row.budget == "high" else "white")  # fmt: skip
     for name, color in colors.items():
         axis.plot([], [], "o", color=color, label=name)
+    for model, marker in markers.items():
+        axis.plot([], [], marker, color="0.4", label=f"{model}; hollow: low budget")
     axis.set(
         xscale="log",
         yscale="log",
