@@ -44,7 +44,6 @@ class ExpertMemory:
     link_free_ms: float = 0.0  # when the copies begun so far should have ended, on the host's clock
     h2d_bytes: int = 0  # copied into slots; counted at the copy call
     counters: dict[str, int] = field(default_factory=dict)
-    _unsettled: bool = False  # copies were begun that no stream waits for yet
 
     def __post_init__(self) -> None:
         on_gpu, layers, experts = self.stream is not None, *self.host.shape[:2]
@@ -54,6 +53,7 @@ class ExpertMemory:
         self._rows = torch.empty(layers, experts, dtype=torch.int64, pin_memory=on_gpu)  # on their way to the table
         self._ones = torch.ones(layers, dtype=torch.int32, pin_memory=on_gpu)
         self._copied, self._computed = (torch.cuda.Event(), torch.cuda.Event()) if on_gpu else (None, None)
+        self.on_way = np.zeros((layers, experts), np.bool_)  # copies were begun that no stream waits for yet
 
     def pieces(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """One expert's (gate and up [2I, H], down [H, I]) as views of its block [N]."""
@@ -77,19 +77,22 @@ class ExpertMemory:
         return np.where(begun, self._in_slots[layers] + slot * self._expert_bytes, self._in_host[layers])
 
     def load(self, loads: Loads, work: str = PREFETCH) -> int:
-        """Begin copies of absent experts, in order, until a layer has every slot pinned; returns how many were begun."""
-        wanted = len(loads[0])
+        """Begin copies of those of some experts that are absent, in order, until a layer has every slot pinned; returns how many
+        were begun."""
+        absent = self.slots.slot_of[loads] == ABSENT  # a plan that was broken off may name others
+        layers, experts = loads[0][absent], loads[1][absent]
+        wanted = len(layers)
         if not wanted:
             return 0
-        places = reserve_all(self.slots, *loads)
+        places = reserve_all(self.slots, layers, experts)
         found = places != NONE
-        layers, experts, places = loads[0][found], loads[1][found], places[found]
+        layers, experts, places = layers[found], experts[found], places[found]
         begun = len(places)
         if begun:
             with self.watch.stretch("H2D", work, on=self.stream):  # on a CPU everything happens at once
                 self.h2d_bytes += self.transport.bring(layers, experts, self.first_slot[layers] + places, self.stream)
             self.slots.ready_ms[layers, places] = 0  # `settled` tells kernels when; the host needs no event of its own
-            self._unsettled = True
+            self.on_way[layers, experts] = True
             self.link_free_ms = max(self.link_free_ms, time.perf_counter() * 1e3) + begun * self.transport.copy_ms
         if work == PREFETCH and begun < wanted:
             self.count("prefetch refused: all slots pinned", wanted - begun)
@@ -100,9 +103,9 @@ class ExpertMemory:
 
         Kernels that still run when more is loaded must not read experts that come or go: those they need are pinned.
         """
-        if not self._unsettled:
+        if not self.on_way.any():
             return
-        self._unsettled = False
+        self.on_way[:] = False
         if self.stream is not None:
             with self.watch.stretch("compute", "stall"):
                 self._copied.record(self.stream)
@@ -112,8 +115,8 @@ class ExpertMemory:
         """Behind the copies begun so far: rows of the table and flags of layers first .. last - 1."""
         if first == last or self.stream is None:
             return
-        self._unsettled = False
         rows = slice(first, last)
+        self.on_way[rows] = False
         self._rows[rows] = torch.from_numpy(self.addresses_of(rows))
         with torch.cuda.stream(self.stream):
             self.table[rows].copy_(self._rows[rows], non_blocking=True)

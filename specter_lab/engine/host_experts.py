@@ -7,6 +7,7 @@ those on the GPU.
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -77,8 +78,11 @@ class HostExperts:
         """Wait for what was begun last."""
         if self._begun is None:
             return
-        tokens, took_ms = self._begun.result()
-        self._begun = None
+        try:
+            tokens, took_ms = self._begun.result()
+        finally:
+            if self._begun.done():  # or else Ctrl-C came first, and it is waited for again
+                self._begun = None
         mean_ms = self.means_ms.get(tokens, took_ms)
         self._kept_out[tokens] = 0
         self.expert_ms = self.means_ms[tokens] = mean_ms + NEW_SHARE * (took_ms - mean_ms)
@@ -142,8 +146,11 @@ def _compute(*what: np.ndarray) -> tuple[int, float]:
 
 @cache
 def _cores() -> ThreadPoolExecutor:
-    """The thread that has the cores compute; its OpenMP is its own, so torch keeps its threads."""
+    """The thread that has the cores compute; how many is its own, so torch keeps its threads."""
     return ThreadPoolExecutor(1, "host experts", _leave_one_core)
+
+
+os.register_at_fork(after_in_child=_cores.cache_clear)  # a child has no such thread
 
 
 def _leave_one_core() -> None:

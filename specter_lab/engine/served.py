@@ -179,15 +179,15 @@ class OnDemand:
         return found
 
     def _serve(self, layer: int, staged: Staging, told: Tensor, room: Room | None, run: Launch) -> None:
-        """Copies first, for the link has most to do; then hits, all at once; then misses as they come. Where slots are few, half of
-        them compute while the other half is filled."""
+        """Copies first, for the link has most to do; then those that are there, all at once; then the others as they come. Where slots
+        are few, half of them compute while the other half is filled."""
         memory, slots = self.memory, self.memory.slots
         memory.watch.wait()  # the layer's routing has reached the host
-        memory.settled()
         used, half, runs = staged.indices.numpy(), of_a_turn(slots, layer), count()
         counts = used[used[:, 0] != NOT_NOW]  # not those of free lanes, or beyond a lane's own depth
         hits, missing = begin_layer(slots, layer, counts)
         self._needed, self._hits = self._needed + len(hits) + len(missing), self._hits + len(hits)
+        ahead = memory.on_way[layer, hits]
 
         def compute(experts: np.ndarray) -> None:
             if len(experts):
@@ -196,20 +196,23 @@ class OnDemand:
                 end_uses(slots, layer, experts)
 
         own, missing = self._shared(layer, missing, len(used))
-        waiting, missing = self._begun(layer, missing, half)
-        compute(hits)
-        if self.host:
-            self.host.begin(layer, own, staged.x, used, staged.weights, room)
-        while len(waiting) or len(missing):
-            memory.after_compute()  # whoever was computed may be overwritten
-            memory.settled()
-            coming, missing = self._begun(layer, missing, half)
-            turn = half if len(missing) else len(waiting)
-            compute(waiting[:turn])
-            waiting = np.concatenate([waiting[turn:], coming])
-        memory.load(self.prefetcher.verifying(layer, counts, memory.clock()))
-        if self.host:
-            self.host.end()
+        coming, missing = self._begun(layer, missing, half)
+        compute(hits[~ahead])
+        try:
+            if self.host:
+                self.host.begin(layer, own, staged.x, used, staged.weights, room)
+            waiting = np.concatenate([hits[ahead], coming])
+            while len(waiting) or len(missing):
+                memory.after_compute()  # whoever was computed may be overwritten
+                memory.settled()
+                coming, missing = self._begun(layer, missing, half)
+                turn = half if len(missing) else len(waiting)
+                compute(waiting[:turn])
+                waiting = np.concatenate([waiting[turn:], coming])
+            memory.load(self.prefetcher.verifying(layer, counts, memory.clock()))
+        finally:  # the cores read what the next layer overwrites
+            if self.host:
+                self.host.end()
 
     def _shared(self, layer: int, missing: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Of a layer's missing experts: those that the host's cores compute, which need no slot, and the others."""

@@ -42,6 +42,10 @@ class Options:
     graph: bool = True  # capture the step on a GPU; experts that ask the host (`LoopExperts`) cannot be captured
     narrow: bool = False  # on a CPU: once half of the sentences are finished, the others go on in a batch of their own
 
+    def __post_init__(self) -> None:
+        if self.narrow and not self.prune:
+            raise ValueError("a batch that narrows prunes: leave out prune=False")
+
 
 @dataclass(frozen=True)
 class Translation:

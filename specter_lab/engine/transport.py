@@ -111,6 +111,8 @@ class ResidualTransport:
         """As many as a room holds."""
         room, note, count = self._rooms[self._begun % ROOMS], self._notes[self._begun % NOTES], len(slots)
         self._begun += 1
+        if self._begun % NOTES == 0:  # whoever fills thousands of slots at once waits for the first
+            self._link.synchronize()
         note[:, 1] = NO_SLOT
         note[:count, 0], note[:count, 1] = layers * self._records.length.shape[1] + experts, slots
         self._link.wait_event(room.free)

@@ -157,6 +157,28 @@ def test_the_cores_leave_one_to_whoever_launches():
     assert found == max(1, numba.config.NUMBA_NUM_THREADS - 1) and torch.get_num_threads() == threads
 
 
+def test_a_worker_that_failed_once_fails_once(monkeypatch):
+    engine = engine_of("qwen-nano", 6, mode="shared")
+    engine.target.host.means_ms = dict.fromkeys(range(1, 64), 0.0)  # the cores are never slower
+    expected = engine.generate(ids_of(engine), 12, depth=4)
+    monkeypatch.setattr(host_experts, "_compute", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(ids_of(engine), 12, depth=4)
+    monkeypatch.undo()
+    assert torch.equal(engine.generate(ids_of(engine), 12, depth=4), expected)
+
+
+def test_a_plan_that_was_broken_off_loads_nobody_twice():
+    """Half of a verification's experts were loaded as misses when it ended; they are still on the prefetcher's list."""
+    memory = engine_of("qwen-nano", 6).memory
+    wanted = np.zeros(4, np.int64), np.arange(4)
+    assert memory.load(wanted) == 4
+    before = memory.slots.slot_of.copy(), memory.h2d_bytes
+    assert memory.load(wanted) == 0 and memory.load((np.zeros(3, np.int64), np.array([2, 4, 3]))) == 1
+    assert (memory.slots.slot_of[0][:4] == before[0][0][:4]).all() and memory.slots.slot_of[0, 4] != ABSENT
+    assert memory.h2d_bytes == before[1] + memory.host[0, 0].nbytes
+
+
 def test_sharing_is_even():
     """With cores as fast as the link every second miss is theirs; a busy link leaves them more, a slow host none."""
     assert sooner_by_cpu(6, 0.0, 1.0, 0.99).sum() == 3
