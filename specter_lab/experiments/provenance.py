@@ -20,7 +20,7 @@ import psutil
 
 from specter_lab import paths
 from specter_lab.experiments.context import Context
-from specter_lab.experiments.registry import find
+from specter_lab.experiments.registry import TIMED, find
 
 PACKAGES = (
     "torch", "transformers", "safetensors", "tokenizers", "numpy", "pandas", "pyarrow", "gptqmodel", "defuser", "gguf",
@@ -80,7 +80,7 @@ def describe(context: Context, inputs: Mapping[str, str], wall_s: float) -> dict
         "command": _command(context),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_s": round(wall_s, 1),
-        "beside_others": context.shared is not None,  # they then shared cores with the next experiment, and processes
+        "beside_others": _beside_others(context),
         "peak_process_gib": round(_peak_process_kib() / 2**20, 2),
         "question": question_digest(context, inputs),
         "code_sha256": code_digest(context.experiment),
@@ -89,6 +89,11 @@ def describe(context: Context, inputs: Mapping[str, str], wall_s: float) -> dict
         "machine": _machine(),
         "packages": _packages(),
     }
+
+
+def _beside_others(context: Context) -> bool:
+    """Whether the rows shared cores with the next experiment's; those that are timed share a process, one after the other."""
+    return context.shared is not None and context.experiment not in TIMED
 
 
 def question_digest(context: Context, inputs: Mapping[str, str]) -> str:

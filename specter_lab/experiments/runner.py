@@ -20,7 +20,7 @@ from specter_lab.errors import UserError
 from specter_lab.experiments import results
 from specter_lab.experiments.compare import comparison
 from specter_lab.experiments.local_processes import WORKER_BYTES, SharedProcesses, process_count, shared_processes
-from specter_lab.experiments.registry import DEFAULT_MODELS, TIMED, find, find_lab
+from specter_lab.experiments.registry import DEFAULT_MODELS, TIMED, TIMED_NOTEBOOKS, find, find_lab
 from specter_lab.experiments.results import Result
 from specter_lab.experiments.run import Measurement, answer, context_for, measure, module_of, run
 
@@ -46,8 +46,7 @@ def reproduce(
         UserError: whatever the run or a notebook cell says the user can put right.
     """
     result = _written(run(name, tier=tier, seed=seed, fresh=fresh, models=models, runner=runner))
-    with TemporaryDirectory() as folder:
-        return _completed(result, *_execute_timed(*_notebook_of(result, seed, models), Path(folder)))
+    return _shown_alone(result, seed, models)
 
 
 def reproduce_each(
@@ -62,17 +61,22 @@ def reproduce_each(
     """`reproduce` several experiments, each once: its id with its result, or with what the user can put right.
 
     On the cpu tier of this machine all cores are kept at work: rows of the next experiment and notebooks of the last ones
-    are computed while an experiment's last rows are. Those that measure times come afterwards, and nothing runs beside
-    them, nor beside their notebooks.
+    are computed while an experiment's last rows are. Those that measure times come afterwards, one after the other in one
+    process, and nothing runs beside them, nor beside the notebooks of `TIMED_NOTEBOOKS`; their other notebooks come last,
+    side by side.
 
     Raises:
         UserError: one of the names is unknown.
     """
     how = {"tier": tier, "seed": seed, "fresh": fresh, "models": models, "runner": runner}
     ids = list(dict.fromkeys(find(name).id for name in names))
-    beside = [name for name in ids if name not in TIMED] if tier == "cpu" and runner == "local" else []
+    if tier != "cpu" or runner != "local":
+        for name in ids:
+            yield name, _or_mistake(partial(reproduce, name, **how))
+        return
+    beside, timed = [name for name in ids if name not in TIMED], [name for name in ids if name in TIMED]
+    count = process_count(tier, models or DEFAULT_MODELS[tier], 2 * WORKER_BYTES)  # a notebook has one of its own
     if beside:
-        count = process_count(tier, models or DEFAULT_MODELS[tier], 2 * WORKER_BYTES)  # a notebook has one of its own
         with ThreadPoolExecutor(2) as threads, shared_processes(count) as processes:
             try:
                 for name in beside:
@@ -82,9 +86,18 @@ def reproduce_each(
                 yield from _with_notebooks(outcomes, processes, seed, models)
             finally:  # what has not begun never does; then the processes end, and with them what has
                 threads.shutdown(wait=False, cancel_futures=True)
-    for name in ids:
-        if name not in beside:
-            yield name, _or_mistake(partial(reproduce, name, **how))
+    outcomes = []
+    if timed:
+        with shared_processes(1) as processes:  # with all threads; what one has loaded serves the next
+            for name in timed:
+                outcome = _or_mistake(partial(_timed, name, processes, how))
+                if name in TIMED_NOTEBOOKS and isinstance(outcome, Result):
+                    yield name, _or_mistake(partial(_shown_alone, outcome, seed, models))
+                else:
+                    outcomes.append((name, outcome))
+    if outcomes:
+        with shared_processes(min(count, len(outcomes))) as processes:
+            yield from _with_notebooks(outcomes, processes, seed, models)
 
 
 def _measured(name: str, processes: SharedProcesses, how: Mapping) -> Result | Measurement:
@@ -95,6 +108,16 @@ def _measured(name: str, processes: SharedProcesses, how: Mapping) -> Result | M
 
 def _judged(measured: Future) -> Result:
     return _written(answer(measured.result()))
+
+
+def _timed(name: str, processes: SharedProcesses, how: Mapping) -> Result:
+    return _written(answer(measure(context_for(name, shared=processes, **how))))
+
+
+def _shown_alone(result: Result, seed: int, models: Sequence[str]) -> Result:
+    """The result with its notebook, executed here and now."""
+    with TemporaryDirectory() as folder:
+        return _completed(result, *_execute_timed(*_notebook_of(result, seed, models), Path(folder)))
 
 
 def _with_notebooks(

@@ -128,10 +128,21 @@ def test_nothing_runs_beside_an_experiment_that_measures_times(log, notebook, mo
     notebook(COUNT_ROWS)
     monkeypatch.setenv("TOY_WANTED", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(runner, "TIMED", {"toy-squares", "toy-again"})
-    first, second = [executed(result) for _, result in runner.reproduce_each(["toy-squares", "toy-again"])]
+    both = ["toy-squares", "toy-again"]
+    for module in (runner, provenance):
+        monkeypatch.setattr(module, "TIMED", set(both))
+    monkeypatch.setattr(runner, "process_count", lambda *_: 2)
+    monkeypatch.setattr(runner, "TIMED_NOTEBOOKS", set(both))
+    first, second = [executed(result) for _, result in runner.reproduce_each(both)]
     assert "4 rows started, None thread" in first, "executed before the second began, with all threads"
     assert "8 rows started, None thread" in second
+    assert len({line.split()[1] for line in log.read_text().splitlines()}) == 1, "both in the same process"
+    log.unlink()
+    monkeypatch.setattr(runner, "TIMED_NOTEBOOKS", set())
+    done = dict(runner.reproduce_each(both, fresh=True))
+    assert all("8 rows started, 1 thread" in executed(done[name]) for name in both), "side by side, after all rows"
+    assert not any(result.provenance["beside_others"] for result in done.values())
+    assert not multiprocessing.active_children()
     monkeypatch.setattr(runner, "TIMED", {"toy-squares"})
     names = [name for name, _ in runner.reproduce_each(["toy-squares", "toy-again"])]
     assert names == ["toy-again", "toy-squares"], "those that measure times come afterwards"

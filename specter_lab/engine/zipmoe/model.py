@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.activations import ACT2FN
+from transformers.initialization import no_init_weights
 
 from specter_lab.engine.store.layout import REST
 from specter_lab.engine.store.verify import verify
@@ -113,7 +114,7 @@ def skeleton(store: Path) -> PreTrainedModel:
     """
     config = read_config(store)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():  # all of them come from the store
         model = auto.from_config(config, dtype=torch.bfloat16)
     stacks = stacks_of(config)
     tensors = {stacks.name_in_memory(name): tensor for name, tensor in load_file(store / REST).items()}

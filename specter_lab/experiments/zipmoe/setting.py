@@ -98,7 +98,7 @@ def timed_rows(context: Context, measure, usual: Sequence[str] = DECODERS) -> pd
     absent = [
         jobs.Job(f"{model}, on disk", put_on_disk, {"model": model}) for model in models if not _is_on_disk(model)
     ]
-    jobs.run(replace(context, fresh=True), absent)
+    jobs.run(replace(context, fresh=True, shared=None), absent)  # in processes of their own: what is shared may be one
     work = [
         jobs.Job(model, measure, {"model": model, "digest": _digest(model), "seed": context.seed}, alone=True)
         for model in models
