@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specter_lab.engine.pages import own_pages
 from specter_lab.errors import UserError
 
 PIECE_BYTES = 2**28  # touched by one thread at a time
@@ -54,8 +55,7 @@ def host_slab(num_bytes: int, *, pinned: bool) -> Tensor:
         UserError: the system or the driver refuses; the message says how many bytes were granted.
     """
     try:
-        mapped = mmap.mmap(-1, num_bytes)
-        mapped.madvise(mmap.MADV_HUGEPAGE)
+        mapped = own_pages(num_bytes)
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"the system has no {num_bytes / 2**30:.1f} GiB of host memory for the experts ({error}): close "
                         f"other programs, or use a machine with more") from error  # fmt: skip

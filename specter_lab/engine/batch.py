@@ -81,7 +81,7 @@ def decode_batch(
     lanes: list[_Lane | None] = [None] * session.lanes
     while True:
         lanes = [lane if lane and lane.request.wanted() else None for lane in lanes]
-        _join(session, memory, lanes, take)
+        _join(session, memory, prefetcher, lanes, take)
         if not any(lanes):
             break
         for lane in filter(None, lanes):
@@ -102,7 +102,9 @@ def decode_batch(
     meter.counters |= memory.counters
 
 
-def _join(session: Session, memory: ExpertMemory, lanes: list[_Lane | None], take: Take) -> None:
+def _join(
+    session: Session, memory: ExpertMemory, prefetcher: Prefetcher, lanes: list[_Lane | None], take: Take
+) -> None:
     """Free lanes take requests that wait; their prompts are read."""
     joined = []
     for place, lane in enumerate(lanes):
@@ -116,7 +118,7 @@ def _join(session: Session, memory: ExpertMemory, lanes: list[_Lane | None], tak
         lanes[place] = _Lane(request, request.new_tokens)
         joined.append(place)
     for places in _side_by_side(joined, [len(lanes[place].request.ids) for place in joined]):
-        begin(session, memory, [lanes[place].request.ids for place in places], places[0])
+        begin(session, memory, prefetcher, [lanes[place].request.ids for place in places], places[0])
 
 
 def _side_by_side(places: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:

@@ -117,7 +117,7 @@ def decode(
         generator: of sampling, on the device; unused when the session is greedy.
         on_round: told of every round's routing and work, outside the time that is measured.
     """
-    begin(session, memory, [prompt])
+    begin(session, memory, prefetcher, [prompt])
     done = 0
     while done < new_tokens:
         k = min(depth.next_depth(), session.depth)
@@ -132,8 +132,11 @@ def decode(
     meter.counters |= memory.counters
 
 
-def begin(session: Session, memory: ExpertMemory, prompts: Sequence[Tensor], first_lane: int = 0) -> None:
-    """Read prompts [P] into neighbouring lanes."""
+def begin(
+    session: Session, memory: ExpertMemory, prefetcher: Prefetcher, prompts: Sequence[Tensor], first_lane: int = 0
+) -> None:
+    """Read prompts [P] into neighbouring lanes: for the prefetcher a round without a draft, which ends what it planned before."""
+    memory.load(prefetcher.begin(memory.slots, 0, memory.clock()))
     session.begin(prompts, first_lane)
     session.target_experts.end_pass(np.empty((len(memory.slots.count), 0, memory.shape.top_k), np.int64))
     memory.watch.wait()

@@ -69,7 +69,7 @@ class HostExperts:
         """
         self.end()  # of a pass that was broken off
         if len(experts):
-            what = self._bits[layer], experts, used, x.float().numpy(), weights.numpy(), room.act
+            what = self._bits[layer], experts, used, _float32(x), weights.numpy(), room.act
             self._begun = _cores().submit(_compute, *what, room.rows.numpy(), room.done.numpy())
         else:
             room.done.zero_()
@@ -132,6 +132,15 @@ def new_host_experts(memory: ExpertMemory) -> HostExperts:
         host.end()
     host.alone_ms = host.expert_ms
     return host
+
+
+def _float32(x: Tensor) -> np.ndarray:
+    """Without Torch, whose threads would go on spinning beside the cores'."""
+    return (
+        x.numpy()
+        if x.dtype == torch.float32
+        else (x.view(torch.uint16).numpy().astype(np.uint32) << 16).view(np.float32)
+    )
 
 
 def _compute(*what: np.ndarray) -> tuple[int, float]:

@@ -2,7 +2,8 @@
 
 Matrix libraries repack BF16 weights before they multiply, at every call; for a handful of tokens that costs more than the
 product. Where an expert has more tokens, two rows meet four of them at a time, so that a weight is converted once for four
-products. Sums are float32, and so is what lies between gate, up and down.
+products: the last bits of a token's row depend on how many others use the expert. Sums are float32, and so is what lies between gate,
+up and down.
 """
 
 from __future__ import annotations

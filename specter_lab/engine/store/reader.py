@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from specter_lab.engine.pages import own_pages
 from specter_lab.engine.store.layout import PAGE, padded
 from specter_lab.errors import UserError
 
@@ -27,13 +28,11 @@ class PagedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         try:
-            self._slab = mmap.mmap(-1, max(padded(num_bytes), PAGE))
+            self._slab = own_pages(max(padded(num_bytes), PAGE))
         except (OSError, OverflowError) as error:
             raise UserError(
                 f"{num_bytes / 1e9:.2f} GB of memory were asked for and refused: give a smaller budget"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._slab.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._slab, np.uint8)
         self._bytes.fill(0)  # page faults happen here, not in the first reads
         self._used = 0
